@@ -1,6 +1,7 @@
 """``gpt sample``."""
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,7 +143,7 @@ def _write_file(
 ) -> None:
     from gpt.decoding.prompts import Results
 
-    with Results(out, texts) as results:
+    with closing(Results(out, texts)) as results:
         seed = _choose_seed(settings, seed, results, quiet)
         recorded_seed = seed if settings.draws else None
         if results.done and not quiet:

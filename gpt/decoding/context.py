@@ -1,6 +1,7 @@
 """Contexts: a KV cache with a slot per sequence, and the steps that compute new positions."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -218,13 +219,12 @@ class ContextPool:
     ) -> None:
         self.model, self.compute, self.note, self.vocab_size = model, compute, note, vocab_size
         self.idle: list[Context] = []  # Most recently used last.
-        self._step: tuple[Step | None] | None = None  # Set on first use, to (None,) if steps can't be compiled.
 
     @contextlib.contextmanager
     def lease(self, rows: int, positions: int, compile: bool = False) -> Iterator[Context]:
         """Lends an empty context with ``rows`` rows of ``positions`` positions. Drops it after an error, because it can
         contain NaN or an unfinished step. Raises `UserError` if the KV cache does not fit in memory."""
-        step = self._get_step() if compile else None
+        step = self._step if compile else None
         context = self._pop(rows, positions, step)
         context = context or Context(self.model, self.compute, rows, positions, step, self.vocab_size)
         try:
@@ -256,10 +256,9 @@ class ContextPool:
         ):
             self.idle.pop(0)
 
-    def _get_step(self) -> Step | None:
-        if self._step is None:
-            self._step = (compile_step(self.model, self.compute, self.note),)
-        return self._step[0]
+    @functools.cached_property
+    def _step(self) -> Step | None:
+        return compile_step(self.model, self.compute, self.note)
 
 
 def capacity(model: GPT, compute: Compute, positions: int) -> int:

@@ -35,6 +35,7 @@ class Engine:
     def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
         self.context, self.ends = context, ends
         self.scheduler = Scheduler(context, chunk)
+        self.runs_ahead = context.compute.device.type == "cuda"  # Whether to launch steps before reading tokens.
         self._next_number = 0
         self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.
@@ -109,8 +110,10 @@ class Engine:
         host needs the tokens sooner (see `can_run_ahead`), it reads them immediately. Slots with unread tokens aren't
         reused.
         """
-        if any(state.done for state in self.scheduler.running) or self.scheduler.find_victim() is not None:
+        active_states = [state for state in self.scheduler.running if not state.done]
+        if len(active_states) < len(self.scheduler.running) or self.scheduler.find_victim() is not None:
             self._read_draws()
+        updates = [state.update() for state in active_states if state.done or state.tokens]
         self.scheduler.release()
         states = self.scheduler.plan()
         unread_draws, self._draws = self._draws, []
@@ -129,11 +132,11 @@ class Engine:
             sampler.take(draw, self.context, self.ends)
         if not self._can_run_ahead():
             self._read_draws()
-        return [state.update() for state in self.scheduler.running]
+        return [*updates, *(state.update() for state in self.scheduler.running)]
 
     def _can_run_ahead(self) -> bool:
         """Whether the next step can be launched before this step's tokens are read."""
-        return self.context.compute.device.type == "cuda" and all(
+        return self.runs_ahead and all(
             state.can_run_ahead and self.context.count_free_positions(state.live_slots[0])
             for draw in self._draws
             for state, _ in draw.places

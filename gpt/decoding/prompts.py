@@ -5,8 +5,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from gpt.errors import UserError, did_you_mean
 from gpt.words import as_json
@@ -69,7 +68,7 @@ class Results:
         try:
             self._read(prompts)
         except BaseException:
-            self._file.close()
+            self.close()
             raise
 
     def _read(self, prompts: Sequence[str]) -> None:
@@ -106,10 +105,6 @@ class Results:
         self._file.flush()
         self.count += 1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Closes the file."""
         self._file.close()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt.decoding.constraint import Constraint, apply_constraints
+from gpt.decoding.constraint import apply_constraints
 from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters, as_int64, nan_error, score_tokens, step_key, to_tokens
+from gpt.decoding.logits import as_int64, nan_error, score_tokens, step_key, to_tokens
 from gpt.decoding.sequence import RequestState
 from gpt.device import Download, upload
 from gpt.errors import UserError
@@ -43,25 +43,14 @@ def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
             state.live_slots[0].token_ids + state.guesses[:t] if filters.looks_back else () for state, t in group
         ]
         counts = [state.token_index - len(state.guesses) + t for state, t in group]
-        constraints = [state.constraint for state, _ in group]
-        adjusted = adjust(filters, logits[offset : offset + len(group)], constraints, sequences, counts)
+        allowed = apply_constraints(logits[offset : offset + len(group)], [state.constraint for state, _ in group])
+        adjusted = filters.adjust(allowed, sequences, counts)
         keys = [step_key(state.key, n) for (state, _), n in zip(group, counts, strict=True)] if filters.draws else []
         chosen_ids.append(filters.choose(adjusted, upload(as_int64(keys), logits.device))[:, None])
         offset += len(group)
     ids = torch.cat(chosen_ids) if len(chosen_ids) > 1 else chosen_ids[0]
     top = max(state.request.config.logprobs or 0 for state, _ in places)
     return Draw(places, ids, Download(*score_tokens(ids, logits, top)))
-
-
-def adjust(
-    filters: Filters,
-    logits: Tensor,
-    constraints: Sequence[Constraint | None],
-    sequences: Sequence[Sequence[int]],
-    counts: Sequence[int],
-) -> Tensor:
-    """Applies constraints, biases and penalties to logits (n, V). ``counts`` has each row's number of generated ids."""
-    return filters.adjust(apply_constraints(logits, constraints), sequences, counts)
 
 
 def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
@@ -91,11 +80,9 @@ def extend(state: RequestState, logits: Tensor, context: Context) -> None:
     children, copies its slot."""
     assert state.search is not None
     logprobs = logits.log_softmax(-1)
-    constraints, sequences = (
-        [hypothesis.constraint for hypothesis in state.search.live],
-        [slot.token_ids for slot in state.live_slots],
-    )
-    adjusted = adjust(state.filters, logprobs, constraints, sequences, [state.token_index] * len(sequences))
+    allowed = apply_constraints(logprobs, [hypothesis.constraint for hypothesis in state.search.live])
+    sequences = [slot.token_ids for slot in state.live_slots]
+    adjusted = state.filters.adjust(allowed, sequences, [state.token_index] * len(sequences))
     try:
         parents = [state.live_slots[parent] for parent in state.search.advance(logprobs, adjusted)]
     except UserError as error:

@@ -79,7 +79,6 @@ class Scheduler:
         [slot] = state.live_slots
         state.ids, state.start, state.count = [*slot.token_ids], slot.start, 0
         self._free(state)
-        state.slots, state.live_slots, state.guesses = [], [], []
         self.running.remove(state)
         self.waiting.setdefault(state.request.group, deque()).appendleft(state)
 
@@ -122,20 +121,21 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts waiting requests. A request that waits for a shared prefix reserves its slots."""
         counts, free_slots = self._count_slots(), len(self.free)
-        queues = {group: deque(islice(queue, free_slots)) for group, queue in self.waiting.items()}
-        while any(queues.values()):
-            group = min((group for group, queue in queues.items() if queue), key=lambda group: counts[group])
-            state = queues[group].popleft()
+        candidates = [
+            (counts[group] + place, state)
+            for group, queue in self.waiting.items()
+            for place, state in enumerate(islice(queue, free_slots))
+        ]
+        for _, state in sorted(candidates, key=lambda candidate: candidate[0]):
             free_slots -= state.request.width
             if free_slots < 0:
                 break
-            counts[group] += state.request.width
             if self._start(state):
-                self.waiting[group].remove(state)
                 self.running.append(state)
-                for groups in (queues, self.waiting):  # Equal groups take turns.
-                    groups[group] = groups.pop(group)
-        self.waiting = {group: queue for group, queue in self.waiting.items() if queue}
+                queue = self.waiting.pop(state.request.group)
+                queue.remove(state)
+                if queue:
+                    self.waiting[state.request.group] = queue  # Equal groups take turns.
 
     def _start(self, state: RequestState) -> bool:
         """Assigns slots and reuses a cached prefix. Returns False if the request must wait for another request's
@@ -148,7 +148,7 @@ class Scheduler:
         ):
             return False
         ids, context, width = [*state.ids], self.context, state.request.width
-        # Echoing needs logits of the whole prompt. A resumed request has echoed it.
+        # Echoing needs logits of the whole prompt. A request that was paused later has echoed it.
         echoes = state.request.config.echo_logprobs and len(ids) == len(state.request.ids)
         source, prefix_length = self.free[0], 0
         for slot in () if echoes else context.slots:
@@ -170,7 +170,9 @@ class Scheduler:
         first_slot = source if source in self.free else self.free[0]
         self.free.remove(first_slot)
         state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
-        state.live_slots, state.cached = [first_slot], prefix_length
+        state.live_slots = [first_slot]
+        if state.ids is state.request.ids:  # A resumed request finds its own positions.
+            state.cached = prefix_length
         context.begin(first_slot, ids, source, prefix_length, state.start)
         state.constraint = state.constraint or (state.request.constraint and state.request.constraint.copy())
         if echoes:

@@ -67,7 +67,7 @@ class RequestState:
     ids: Sequence[int]  # The ids to prefill: the prompt, and the tokens before a pause.
     start: int  # Index in ``ids`` of the first id to prefill.
     constraint: Constraint | None = None  # For running samples. Beam hypotheses have separate constraints.
-    slots: list[Slot] = field(default_factory=list)  # Empty while the request waits.
+    slots: list[Slot] = field(default_factory=list)  # Of a running request.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
     count: int = 0  # Number of ids that each live slot gets in the current step.
     guesses: list[int] = field(default_factory=list)  # Speculated ids, included in ``count``.

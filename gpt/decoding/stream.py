@@ -31,19 +31,13 @@ class TextStream:
         if self.stopped:
             return ""
         text = self._held_back + text
-        start = first_stop(text, self._stops)
-        if start is not None:
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:  # The stop string that ends first. If several end together, the longest wins.
             self.stopped, self._held_back = True, ""
-            return text[:start]
+            return text[: min(matches)[1]]
         overlap = max((_overlap_length(text, stop) for stop in self._stops), default=0)
         self._held_back = text[len(text) - overlap :]
         return text[: len(text) - overlap]
-
-
-def first_stop(text: str, stops: Sequence[str]) -> int | None:
-    """Returns the start index of the stop string that ends first. If several end together, the longest wins."""
-    matches = [(start + len(stop), start) for stop in stops if (start := text.find(stop)) >= 0]
-    return min(matches)[1] if matches else None
 
 
 def _overlap_length(text: str, stop: str) -> int:

@@ -1,12 +1,13 @@
 """Answers: a request's texts during generation, and the JSON that clients receive."""
 
 import asyncio
+import itertools
 import json
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from starlette.responses import Response
@@ -66,26 +67,20 @@ class Answer:
         self.created = int(time.time())
         self.started = False  # Whether any update has arrived.
         self.choices: list[Choice] = []
-        self.deltas: list[list[Delta]] = []  # Deltas per choice, not stored when streaming.
-        self._error: ApiError | None = None
+        self.wholes: list[Delta] = []  # The choices so far, except in a stream.
         # The queue needs no maximum size, because the number of requested tokens is limited.
-        self._events: asyncio.Queue[tuple[int, Update] | None] = asyncio.Queue()
+        self._events: asyncio.Queue[tuple[int, Update] | ApiError] = asyncio.Queue()
         self._tickets: list[Ticket] = []
         seed = secrets.randbits(63) if generation.seed is None else generation.seed
-        for prompt in prompts:
-            for index in range(generation.best_of):
-                deliver = partial(self._deliver, len(self.choices))
-                request = EngineRequest(
-                    prompt.ids, generation.config, seed, index, generation.bias, constraint=constraint, group=self.id
-                )
-                self.choices.append(
-                    Choice(service.tokenizer, generation.config, prompt, generation.echo, generation.stop_ids)
-                )
-                self.deltas.append([])
-                self._tickets.append(Ticket(request, deliver))
-
-    def _deliver(self, index: int, update: Update) -> None:
-        self._events.put_nowait((index, update))
+        config = generation.config
+        for number, (prompt, index) in enumerate(itertools.product(prompts, range(generation.best_of))):
+            deliver = lambda update, number=number: self._events.put_nowait((number, update))
+            request = EngineRequest(
+                prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=self.id
+            )
+            self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
+            self.wholes.append(Delta())
+            self._tickets.append(Ticket(request, deliver))
 
     def begin(self) -> None:
         """Submits the requests to the worker."""
@@ -102,8 +97,7 @@ class Answer:
 
     def fail(self, error: ApiError) -> None:
         """Ends the answer with an error."""
-        self._error = error
-        self._events.put_nowait(None)
+        self._events.put_nowait(error)
         self._cancel()
 
     def _cancel(self) -> None:
@@ -122,9 +116,8 @@ class Answer:
             except TimeoutError:
                 yield None
                 continue
-            if self._error is not None:
-                raise self._error
-            assert event is not None
+            if isinstance(event, ApiError):
+                raise event
             index, update = event
             choice = self.choices[index]
             if choice.done:
@@ -140,7 +133,7 @@ class Answer:
                 if update.reason is None:  # The engine doesn't detect stop strings, so cancel its request.
                     self.service.worker.cancel([self._tickets[index]])
             if not self.generation.stream:
-                self.deltas[index].append(delta)
+                self.wholes[index].extend(delta)
             yield index, delta
             await asyncio.sleep(0)  # `get` on a non-empty queue doesn't yield to other tasks.
 
@@ -171,33 +164,19 @@ class Form:
 
     kind, chunk_kind, prefix = "", "", ""
 
-    def __init__(self, service: Service) -> None:
-        self.service = service
-
     def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
-        return {
-            "id": f"{self.prefix}-{answer.id}", "object": kind, "created": answer.created, "model": self.service.name
-        }  # fmt: skip
+        id, name = f"{self.prefix}-{answer.id}", answer.service.name
+        return {"id": id, "object": kind, "created": answer.created, "model": name}
 
-    def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
+    def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
         raise NotImplementedError
 
     def whole(self, answer: Answer) -> bytes:
         """Returns a complete response. Encodes choices one by one, because the JSON encoder holds the GIL."""
         choices = []
         for index, choice_index in enumerate(answer.best()):
-            deltas = answer.deltas[choice_index]
-            text = "".join(delta.text for delta in deltas)
-            whole_delta = Delta(text, [token for delta in deltas for token in delta.tokens], deltas[-1].reason)
-            choices.append(
-                to_json(
-                    {
-                        "index": index,
-                        **self._choice(whole_delta, answer.generation),
-                        "finish_reason": whole_delta.reason,
-                    }
-                )
-            )
+            delta = answer.wholes[choice_index]
+            choices.append(to_json({"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}))
         head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
         return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"
 
@@ -207,7 +186,7 @@ class Form:
 
     def chunk(self, answer: Answer, index: int, delta: Delta) -> dict[str, Any]:
         """Returns a chunk of a stream."""
-        choice = {"index": index, **self._choice(delta, answer.generation), "finish_reason": delta.reason}
+        choice = {"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}
         return {**self._chunk_head(answer), "choices": [choice]}
 
     def _chunk_head(self, answer: Answer) -> dict[str, Any]:
@@ -224,12 +203,12 @@ class CompletionForm(Form):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
-        logprobs = None
-        if generation.config.logprobs is not None:
-            logprobs = completion_logprobs(self.service.tokenizer, delta.tokens)
-            if generation.token_details:  # Ids and bytes distinguish tokens with the same text.
-                logprobs["content"] = chat_logprobs(self.service.tokenizer, delta.tokens)["content"]
+    def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
+        logprobs, tokenizer = None, answer.service.tokenizer
+        if answer.generation.config.logprobs is not None:
+            logprobs = completion_logprobs(tokenizer, delta.tokens)
+            if answer.generation.token_details:  # Ids and bytes distinguish tokens with the same text.
+                logprobs["content"] = chat_logprobs(tokenizer, delta.tokens)["content"]
         return {"text": delta.text, "logprobs": logprobs}
 
 
@@ -238,9 +217,10 @@ class ChatForm(Form):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def _choice(self, delta: Delta, generation: Generation) -> dict[str, Any]:
-        logprobs = None if generation.config.logprobs is None else chat_logprobs(self.service.tokenizer, delta.tokens)
-        if generation.stream:
+    def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
+        has_logprobs = answer.generation.config.logprobs is not None
+        logprobs = chat_logprobs(answer.service.tokenizer, delta.tokens) if has_logprobs else None
+        if answer.generation.stream:
             return {"delta": {"content": delta.text}, "logprobs": logprobs}
         return {"message": {"role": "assistant", "content": delta.text, "refusal": None}, "logprobs": logprobs}
 
@@ -260,26 +240,25 @@ class Stream(Response):
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.answer, self.form = answer, form
-        self.ended: Callable[[int], None] = lambda status: None  # Called with the final status.
         self.report: Callable[[BaseException], ApiError] = ApiError.of  # Called with an error.
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends chunks as the answer grows. An error becomes the last chunk."""
-        status = 499  # Client disconnect, unless overwritten below.
+        state = scope["state"]
+        state["status"] = 499  # The client disconnected, unless overwritten below.
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
-            status = 200
+            state["status"] = 200
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
         except asyncio.CancelledError:  # The client disconnected.
             raise
         except BaseException as reason:
             error = self.report(reason)
-            status = error.status
+            state["status"] = error.status
             await send({"type": "http.response.body", "body": _to_event(error.body())})
         finally:
-            self.ended(status)
             self.answer.end()
 
     async def _events(self) -> AsyncIterator[bytes]:

@@ -7,8 +7,9 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
 
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp
 from gpt.errors import UserError
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
-from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream, to_json
+from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.guard import Guard, error_response
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
@@ -51,9 +52,13 @@ class Server:
 
     def __init__(self, service: Service, note: Callable[[str], None] = lambda text: None) -> None:
         self.service, self.note = service, note
-        self.stopping = False
+        self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
+        metrics, worker = service.metrics, service.worker
+        metrics.waiting.set_function(lambda: sum(not answer.started for answer in service.pending))
+        metrics.running.set_function(lambda: worker.engine.running)
+        metrics.cached.set_function(lambda: sum(slot.length for slot in worker.engine.context.slots))
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -74,11 +79,8 @@ class Server:
         routes.append(Route("/", partial(self._answer, "/", self._page), methods=["GET"]))
         routing = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
         self.in_flight = InFlight(routing, service.metrics)
-        self.app: ASGIApp = Access(Guard(self.in_flight, service.config), note if service.config.access_log else None)
-
-    def stop(self) -> None:
-        """Rejects new requests."""
-        self.stopping = True
+        guard, log = Guard(self.in_flight, service.config), note if service.config.access_log else None
+        self.app: ASGIApp = Access(guard, metrics, log)
 
     def abort(self) -> None:
         """Ends all requests with an error."""
@@ -89,28 +91,21 @@ class Server:
     async def _answer(
         self, route: str, handler: Callable[[Request], Awaitable[Response]], request: Request
     ) -> Response:
-        def count(status: int) -> None:
-            request.state.status = status
-            self.service.metrics.requests.labels(route, str(status)).inc()
-
+        request.state.route = route
         try:
             if route not in _PUBLIC_ROUTES:
                 self._check_key(request)
             if request.method == "POST":
-                self._check_capacity()
+                self._check_ready()
+                if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
+                    raise busy_error("too many requests are waiting")
             response = await handler(request)
         except asyncio.CancelledError:  # The client disconnected.
-            count(499)
             raise
-        except ClientDisconnect:
-            self.service.metrics.cancelled.inc()
-            response = Response(status_code=499)
         except BaseException as error:  # A Rust panic is not an Exception.
-            response = error_response(self._report(route, error))
+            return error_response(self._report(route, error))
         if isinstance(response, Stream):
-            response.ended, response.report = count, partial(self._report, route)
-        else:
-            count(response.status_code)
+            response.report = partial(self._report, route)
         return response
 
     def _report(self, route: str, reason: BaseException) -> ApiError:
@@ -172,16 +167,13 @@ class Server:
         )
 
     async def _health(self, request: Request) -> Response:
-        if self.stopping:
-            raise _stopping_error()
-        if self.service.worker.failure is not None:
-            raise self.service.worker.failure
-        self.service.stamps.check()
+        self._check_ready()
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        self.service.metrics.waiting.set(sum(not answer.started for answer in self.service.pending))
-        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            generate_latest(self.service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _tokenize(self, request: Request) -> Response:
         text = (values := await self._json(request)).get("prompt")
@@ -195,9 +187,8 @@ class Server:
             ids = await self._in_thread(request, lambda: self._to_ids(clean(text), adds_bos))
         else:
             raise ApiError(400, "prompt must be a string", "prompt")
-        values = {"count": len(ids), "max_model_len": self.service.context_length}
-        body = await self._in_thread(request, lambda: to_json(values)[:-1] + b', "tokens": ' + _ids_to_json(ids) + b"}")
-        return Response(body, media_type="application/json")
+        values = {"count": len(ids), "max_model_len": self.service.context_length, "tokens": ids}
+        return await self._in_thread(request, lambda: JSONResponse(values))
 
     def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
         """Returns the ids of a text. If the text is a special token, returns only its id."""
@@ -259,24 +250,20 @@ class Server:
     async def _completions(self, request: Request) -> Response:
         values = await self._json(request)
         limit, defaults = self.service.config.limit_tokens, self.service.defaults
-        completion = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
+        texts, generation = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
         self._check_model(values)
-        prompts = await self._in_thread(request, lambda: [self._prompt(prompt) for prompt in completion.prompts])
-        return await self._generate(request, prompts, completion.generation, CompletionForm(self.service))
+        prompts = await self._in_thread(request, lambda: [self._prompt(text) for text in texts])
+        return await self._generate(request, prompts, generation, CompletionForm())
 
     async def _chat(self, request: Request) -> Response:
         values = await self._json(request)
         limit, defaults = self.service.config.limit_tokens, self.service.defaults
-        chat_request = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
+        chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
-        text = await self._render(request, chat_request.prompt)
+        text = await self._render(request, chat_prompt)
         self._check_length(text)
         ids = await self._encode(request, text)
-        prompt, generation, free_positions = (
-            self._prompt(ids),
-            chat_request.generation,
-            self.service.block_size - len(ids),
-        )
+        prompt, free_positions = self._prompt(ids), self.service.block_size - len(ids)
         if free_positions < 1:
             limit_text = f"the model's context has {self.service.block_size:,}"
             raise _too_long_error(f"messages have {len(ids):,} tokens, but {limit_text}", "messages")
@@ -285,7 +272,7 @@ class Server:
         generation = replace(
             generation, config=replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
         )
-        return await self._generate(request, [prompt], generation, ChatForm(self.service))
+        return await self._generate(request, [prompt], generation, ChatForm())
 
     async def _render(self, request: Request, chat_prompt: ChatPrompt) -> str:
         """Renders a conversation with the chat template."""
@@ -325,15 +312,13 @@ class Server:
         if min_tokens > limit:
             raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
 
-    def _check_capacity(self) -> None:
-        """Raises `ApiError` if the server is stopping or busy. `in_flight` already counts this request."""
+    def _check_ready(self) -> None:
+        """Raises `ApiError` or `UserError` if the server cannot generate text."""
         if self.stopping:
             raise _stopping_error()
         if self.service.worker.failure is not None:
             raise self.service.worker.failure
         self.service.stamps.check()
-        if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
-            raise busy_error("too many requests are waiting")
 
     async def _generate(self, request: Request, prompts: list[Prompt], generation: Generation, form: Form) -> Response:
         self._check_size(prompts, generation)
@@ -390,11 +375,6 @@ def _stopping_error() -> ApiError:
 
 def _too_long_error(message: str, field: str = "prompt") -> ApiError:
     return ApiError(400, message, field, "context_length_exceeded")
-
-
-def _ids_to_json(ids: Sequence[int]) -> bytes:
-    """Returns JSON. Encodes a part at a time, because the JSON encoder holds the GIL."""
-    return b"[" + b", ".join(to_json(ids[at : at + 2**14])[1:-1] for at in range(0, len(ids), 2**14)) + b"]"
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

@@ -41,6 +41,12 @@ class Delta:
     reason: str | None = None
     error: UserError | None = None
 
+    def extend(self, other: "Delta") -> None:
+        """Appends the next delta."""
+        self.text += other.text
+        self.tokens += other.tokens
+        self.reason = other.reason
+
 
 class Choice:
     """A text built from engine updates. With ``echo``, it starts with the prompt."""
@@ -53,7 +59,8 @@ class Choice:
         echo: bool,
         stop_ids: Collection[int] = (),
     ) -> None:
-        self.tokenizer, self.config, self.prompt, self.echo = tokenizer, config, prompt, echo
+        self.tokenizer, self.config, self.prompt = tokenizer, config, prompt
+        self.echo = echo  # Whether the next text starts with the prompt.
         self.stop_ids = stop_ids  # Additional end-of-text ids.
         self.count = 0  # Generated tokens.
         self.cached = 0  # Prompt ids from the prefix cache.
@@ -61,15 +68,14 @@ class Choice:
         self.done = False
         self._stream = TextStream(tokenizer, config.stop)
         self._offsets = _Offsets(tokenizer)
-        self._started = False
 
     def push(self, update: Update) -> Delta:
         """Adds an update and returns the new text."""
         delta = Delta(error=update.error)
         self.cached = max(self.cached, update.cached)
-        if self.echo and not self._started and update.error is None:
+        if self.echo and update.error is None:
             self._add_prompt(update, delta)
-        self._started = True
+            self.echo = False
         for token in update.tokens:
             if self._stream.stopped:
                 break

@@ -29,7 +29,7 @@ class InFlight:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request."""
-        if scope["type"] != "http" or scope["method"] != "POST":
+        if scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
         flight = _Flight(self, receive, send)
@@ -68,7 +68,10 @@ class _Flight:
             raise ApiError(413, f"the body has more than {MAX_BODY:,} bytes")
         if self.size > SMALL_BODY and self.in_flight.bytes > MAX_BODIES:
             raise busy_error("too many large requests are in flight")
-        if message["type"] == "http.request" and not message.get("more_body"):
+        if message["type"] == "http.disconnect":
+            self.disconnected = True
+            raise asyncio.CancelledError
+        if not message.get("more_body"):
             self._watch = asyncio.create_task(self._cancel_on_disconnect())
         return message
 

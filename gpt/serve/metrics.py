@@ -2,9 +2,7 @@
 
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-
-from gpt.decoding.engine import Engine
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -27,18 +25,3 @@ class ServerMetrics:
             "gpt_first_token_seconds", "Seconds to the first token.", buckets=_SECONDS, **options
         )
         self.seconds = Histogram("gpt_request_seconds", "Seconds per request.", buckets=_SECONDS, **options)
-
-    def record_step(self, engine: Engine, seconds: float, tokens: int) -> None:
-        """Records a step of the engine."""
-        self.step_seconds.observe(seconds)
-        self.generated_tokens.inc(tokens)
-        self.measure(engine)
-
-    def measure(self, engine: Engine) -> None:
-        """Updates the gauges after a step, or when requests end between steps."""
-        self.running.set(engine.running)
-        self.cached.set(sum(slot.length for slot in engine.context.slots))
-
-    def text(self) -> bytes:
-        """Returns the metrics in Prometheus's text format."""
-        return generate_latest(self.registry)

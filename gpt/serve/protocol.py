@@ -68,14 +68,6 @@ class Generation:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A request of ``/v1/completions``."""
-
-    prompts: Sequence[str | Sequence[int]]
-    generation: Generation
-
-
-@dataclass(frozen=True)
 class ChatPrompt:
     """Messages and the settings for rendering them."""
 
@@ -83,14 +75,6 @@ class ChatPrompt:
     answer: bool  # Whether the template starts an answer.
     open_end: bool  # Whether to continue the last message.
     variables: Mapping[str, Any]  # Template variables.
-
-
-@dataclass(frozen=True)
-class Chat:
-    """A request of ``/v1/chat/completions``."""
-
-    prompt: ChatPrompt
-    generation: Generation
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -125,13 +109,13 @@ class _Fields:
         return self._sent_names.get(name, name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        value, name = self.values.get(name, default), self._sent_names.get(name, name)
+        value, name = self.values.get(name, default), self.sent_name(name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             raise _field_error(name, f"is {_abbreviate(value)}; it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def count(self, name: str, default: int, low: int, high: int) -> int:
-        value, name = self.values.get(name, default), self._sent_names.get(name, name)
+        value, name = self.values.get(name, default), self.sent_name(name)
         if type(value) is float and value.is_integer():
             value = int(value)
         if type(value) is not int or not low <= value <= high:
@@ -140,18 +124,14 @@ class _Fields:
 
     def value(self, name: str, default: Any, *kinds: type) -> Any:
         """Returns a field's value. Raises `ApiError` unless it has the default's type or one of ``kinds``."""
-        value, name, kinds = self.values.get(name, default), self._sent_names.get(name, name), (type(default), *kinds)
+        value, name, kinds = self.values.get(name, default), self.sent_name(name), (type(default), *kinds)
         if not isinstance(value, kinds):
-            raise _field_error(
-                name, f"is {_abbreviate(value)}; it must be {' or '.join(_TYPE_NAMES[kind] for kind in kinds)}"
-            )
+            expected = " or ".join(_TYPE_NAMES[kind] for kind in kinds)
+            raise _field_error(name, f"is {_abbreviate(value)}; it must be {expected}")
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
-        value = self.values.get(name, default)
-        if type(value) is not bool:
-            raise _field_error(name, f"is {_abbreviate(value)}; it must be true or false")
-        return value
+        return bool(self.value(name, default))
 
     def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
         """Raises `ApiError` for unsupported fields, unless their values are ``neutral``."""
@@ -162,7 +142,7 @@ class _Fields:
                 raise _field_error(name, "is not supported by this server; leave it out")
 
 
-_TYPE_NAMES: dict[type, str] = {list: "a list", str: "a string", dict: "an object"}
+_TYPE_NAMES: dict[type, str] = {list: "a list", str: "a string", dict: "an object", bool: "true or false"}
 
 
 def _abbreviate(value: Any) -> str:
@@ -232,7 +212,7 @@ def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: boo
         max_tokens=limit if requested_tokens == -1 else min(requested_tokens, limit),
         min_tokens=fields.count("min_tokens", 0, 0, limit),
         ignore_eot=fields.flag("ignore_eos"),
-        stop=_read_stops(fields.values.get("stop", [])),
+        stop=_read_stops(fields.value("stop", [], str)),
         speculate=fields.count("speculate", 0, 0, 64),
         **_read_constraint(fields),
         logprobs=logprobs,
@@ -241,27 +221,23 @@ def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: boo
     has_penalty = config.presence_penalty or config.frequency_penalty or config.repetition_penalty not in (0, 1)
     if has_penalty and fields.count("repeat_last_n", -1, -1, 2**31) != -1:
         raise _field_error("repeat_last_n", "must be -1 or absent: penalties always apply to the whole text")
-    stop_ids = fields.values.get("stop_token_ids", [])
-    if not isinstance(stop_ids, list) or not _are_ids(stop_ids) or len(stop_ids) > MAX_STOPS:
-        raise _field_error(
-            "stop_token_ids", f"is {_abbreviate(stop_ids)}; it must be a list of at most {MAX_STOPS} ids"
-        )
+    stop_ids = fields.value("stop_token_ids", [])
+    if not _are_ids(stop_ids) or len(stop_ids) > MAX_STOPS:
+        raise _field_error("stop_token_ids", f"must be a list of at most {MAX_STOPS} ids")
     if stop_ids and config.min_tokens:
         raise _field_error("stop_token_ids", "cannot be combined with min_tokens")
-    stream_options = fields.values.get("stream_options", {})
-    if not isinstance(stream_options, dict) or type(stream_options.get("include_usage") or False) is not bool:
-        raise _field_error(
-            "stream_options", f"is {_abbreviate(stream_options)}; it must be an object with include_usage"
-        )
+    include_usage = fields.value("stream_options", {}).get("include_usage")
+    if type(include_usage or False) is not bool:
+        raise _field_error("stream_options", "has an include_usage that is neither true nor false")
     seed = fields.count("seed", -1, -_SEED_LIMIT, _SEED_LIMIT - 1)
     return Generation(
         config=config,
         seed=None if seed == -1 else seed,  # llama.cpp clients send -1 for a random seed.
         n=n,
         best_of=best_of,
-        bias=_read_bias(fields.values.get("logit_bias", {})),
+        bias=_read_bias(fields.value("logit_bias", {})),
         stream=stream,
-        include_usage=stream and bool(stream_options.get("include_usage")),
+        include_usage=stream and bool(include_usage),
         echo=echo,
         open_ended=tokens_field is None or requested_tokens == -1,
         stop_ids=frozenset(stop_ids),
@@ -270,15 +246,11 @@ def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: boo
     )
 
 
-def _read_stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise _field_error("stop", f"is {_abbreviate(value)}; it must be a string or a list of strings")
-    stops = list(filter(None, stops))  # An empty string stops nothing.
-    if len(stops) > MAX_STOPS or any(len(stop) > MAX_STOP_LENGTH for stop in stops):
-        raise _field_error(
-            "stop", f"has {len(stops)} strings; the limit is {MAX_STOPS} of {MAX_STOP_LENGTH:,} characters"
-        )
+def _read_stops(value: str | list[Any]) -> tuple[str, ...]:
+    stops = [stop for stop in ([value] if isinstance(value, str) else value) if stop != ""]  # It stops nothing.
+    are_valid = all(isinstance(stop, str) and len(stop) <= MAX_STOP_LENGTH for stop in stops)
+    if not are_valid or len(stops) > MAX_STOPS:
+        raise _field_error("stop", f"must have at most {MAX_STOPS} strings of {MAX_STOP_LENGTH:,} characters")
     return tuple(map(clean, stops))
 
 
@@ -327,9 +299,9 @@ def clean(value: str) -> str:
     return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
-def _read_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    if not isinstance(value, dict) or len(value) > MAX_BIASES:
-        raise _field_error("logit_bias", f"is {_abbreviate(value)}; it must be an object with at most {MAX_BIASES} ids")
+def _read_bias(value: dict[str, Any]) -> tuple[tuple[int, float], ...]:
+    if len(value) > MAX_BIASES:
+        raise _field_error("logit_bias", f"has {len(value):,} ids; the limit is {MAX_BIASES:,}")
     biases = []
     for id, bias in value.items():
         if not (id.isascii() and id.isdigit() and len(id) < 10):
@@ -341,14 +313,16 @@ def _read_bias(value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(biases)
 
 
-def read_completion(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Completion:
-    """Reads a request of ``/v1/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
+def read_completion(
+    values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
+) -> tuple[list[str | Sequence[int]], Generation]:
+    """Reads the prompts and settings of ``/v1/completions``, for at most ``limit`` tokens. Raises `ApiError`."""
     fields = _Fields(values, defaults)
     fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _field_error("prompt", "is missing")
     generation = _read_generation(fields, limit, min(16, limit), chat=False)
-    return Completion(_read_prompts(fields.values["prompt"]), generation)
+    return _read_prompts(fields.values["prompt"]), generation
 
 
 def _read_prompts(value: Any) -> list[str | Sequence[int]]:
@@ -377,9 +351,9 @@ def _is_text(part: Any) -> bool:
 _TOOL_CALL_KEYS = ("tool_calls", "function_call")
 
 
-def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> Chat:
+def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> tuple[ChatPrompt, Generation]:
     """Reads a request of ``/v1/chat/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
-    return Chat(read_chat_prompt(values), _read_generation(_Fields(values, defaults), limit, limit, chat=True))
+    return read_chat_prompt(values), _read_generation(_Fields(values, defaults), limit, limit, chat=True)
 
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
@@ -430,9 +404,7 @@ _RESERVED_VARIABLES = (
 def _read_variables(fields: _Fields) -> Mapping[str, Any]:
     """Returns additional variables for the chat template."""
     name = "chat_template_kwargs"
-    values = fields.values.get(name, {})
-    if not isinstance(values, dict):
-        raise _field_error(name, f"is {_abbreviate(values)}; it must be an object")
+    values = fields.value(name, {})
     if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send this variable as a top-level field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
     level = [values]

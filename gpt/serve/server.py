@@ -222,7 +222,7 @@ async def _serve(
 async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:
     """Stops the server when its requests have ended. Requests that exceed the grace period end with an error."""
     in_flight, grace = server.in_flight, server.service.config.grace
-    server.stop()
+    server.stopping = True
     if in_flight.count:
         note(f"{counted(in_flight.count, 'request')} may run for {grace:g} s more; press Ctrl-C again to stop at once")
     deadline = time.monotonic() + grace

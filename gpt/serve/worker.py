@@ -1,10 +1,8 @@
 """The thread that owns the engine and runs the requests of the event loop."""
 
 import asyncio
-import contextlib
 import queue
 import threading
-import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -34,16 +32,12 @@ class Worker:
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
         self.ends, self.metrics, self.chunk = ends, metrics, chunk
         self.engine = Engine(context, ends, chunk)
+        self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._tickets: dict[int, Ticket] = {}  # Tickets by their request's number in the engine.
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
-
-    @property
-    def rows(self) -> int:
-        """The maximum number of sequences in flight."""
-        return len(self.engine.context.slots)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread. Updates are delivered in ``loop``."""
@@ -98,7 +92,6 @@ class Worker:
         self.engine.cancel(*numbers)
         for number in numbers:
             del self._tickets[number]
-        self.metrics.measure(self.engine)
 
     def _run(self) -> None:
         while True:
@@ -111,15 +104,13 @@ class Worker:
                 self._fail(self.failure)
 
     def _step(self) -> None:
-        start_time = time.monotonic()
         try:
-            updates = self.engine.step()
+            with self.metrics.step_seconds.time():
+                updates = self.engine.step()
         except BaseException as error:
             self._fail(_as_user_error(error))
             return
-        self.metrics.record_step(
-            self.engine, time.monotonic() - start_time, sum(len(update.tokens) for update in updates)
-        )
+        self.metrics.generated_tokens.inc(sum(len(update.tokens) for update in updates))
         deliveries = []
         for update in updates:
             ticket = self._tickets[update.number]
@@ -151,8 +142,6 @@ class Worker:
                 context.clear(slot)
         except BaseException:
             self.failure = error
-        with contextlib.suppress(BaseException):  # The metrics can be the cause of the error.
-            self.metrics.measure(self.engine)
 
     def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
         if updates:

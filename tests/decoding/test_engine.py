@@ -103,6 +103,25 @@ def test_concurrent_requests_do_not_affect_each_other(
         assert ids == summarize(run_alone(model, requests[number]))[0][: len(ids)]
 
 
+@pytest.mark.parametrize("fixed_shapes", [True, False])
+def test_tokens_that_are_read_late_are_not_lost(fixed_shapes: bool) -> None:
+    """On a GPU, a step starts before the previous step's tokens are read. A request can then end between two steps."""
+    model, rng = tiny_model(64, "rotary"), random.Random(0)
+    engine = Engine(Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None), {EOT}, 8)
+    engine.runs_ahead = True
+    requests = [
+        Request([number, 1], SampleConfig(max_tokens=rng.randint(1, 20)), bias=((EOT, 2.0),), group=rng.choice("aab"))
+        for number in range(50)
+    ]
+    events: dict[int, list[Update]] = {}
+    for request in requests:
+        number = engine.add(request)
+        for event in engine.step() if number < 49 else engine.run():
+            events.setdefault(event.number, []).append(event)
+    for number, request in enumerate(requests):
+        assert summarize(events[number]) == summarize(run_alone(model, request))
+
+
 def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
     engine = Engine(Context(tiny_model(), CPU, 3), {EOT})
     config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=50)
@@ -124,15 +143,16 @@ def test_requests_start_in_order_and_cancelling_frees_a_slot() -> None:
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 def test_small_request_does_not_wait_for_a_large_one(positions: str, count: int, max_tokens: int) -> None:
     engine = Engine(Context(tiny_model(64, positions), CPU, 3), {EOT}, chunk=8)
-    config = SampleConfig(ignore_eot=True, max_tokens=max_tokens)
+    config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=max_tokens)
     for index in range(count):
         engine.add(Request([1, 2, 3], config, index=index, group="large"))
-    for _ in range(9 if max_tokens < 100 else 100):
+    for _ in range(9 + max_tokens // 4):
         engine.step()
     number = engine.add(Request([4, 5], SampleConfig(ignore_eot=True, max_tokens=5), group="small"))
     reasons = [update.reason for _ in range(7) for update in engine.step() if update.number == number]
     assert len(reasons) <= 6 and reasons[-1] == "length"
     assert engine.busy
+    assert all(update.cached == 0 for update in engine.run())  # Only a prompt counts, and it is too short.
 
 
 def test_groups_take_turns() -> None:
