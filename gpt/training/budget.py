@@ -128,8 +128,7 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
 
 @dataclass
 class Planner:
-    """Chooses a new run's recipe on rank 0, for all ranks. Measures the speed of this machine once, if ``minutes`` are
-    set."""
+    """Chooses a new run's recipe on rank 0, for all ranks."""
 
     config: TrainConfig
     compute: Compute
@@ -137,7 +136,7 @@ class Planner:
     init: InitCheckpoint | None
     session: Session
     teachers: Teachers
-    costs: Costs | None = None  # set by the measurement
+    costs: Costs | None = None  # set by the first measurement
 
     def plan(self) -> tuple[Recipe, TimeBudget | None]:
         """Returns the recipe, and the time budget for ``minutes``. Raises `UserError` without enough memory or time."""
@@ -150,11 +149,17 @@ class Planner:
         has_default_batch = self.init is not None and config.batch_tokens is None
         budget, tokens = self.fit(self.resolve(config, max_tokens=1 if has_default_batch else math.inf), config.minutes)
         draft = self.resolve(config, max_tokens=tokens)
+        planned = replace(config, minutes=None, teachers=0, compile="on" if draft.compile else "off")
+        if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and a speed of its own.
+            steps = max(1, round(tokens / draft.batch_tokens))
+            draft = self.resolve(replace(planned, steps=steps), max_tokens=tokens)
+            planned = replace(planned, dropout=draft.model.dropout, micro_batch=str(draft.micro_batch))
+            budget, tokens = self.fit(draft, config.minutes, compiled=True)
         steps = max(1, round(tokens / draft.batch_tokens))
         eval_every = config.eval_every or math.ceil(steps / budget.pauses)
         samples = config.sample_every if config.sample_every is not None or budget.samples else 0
-        planned = replace(config, minutes=None, teachers=0, steps=steps, eval_every=eval_every, sample_every=samples)
-        recipe = self.resolve(replace(planned, compile="on" if draft.compile else "off"), note, tokens)
+        planned = replace(planned, steps=steps, eval_every=eval_every, sample_every=samples)
+        recipe = self.resolve(planned, note, tokens)
         self.check(recipe)
         by_clock = ["steps", *(name for name in INTERVALS if getattr(config, name) is None)]
         if config.eval_every is not None and "save_every" in by_clock:
@@ -182,26 +187,28 @@ class Planner:
         count, minutes, steps = self.config.teachers or 1, self.config.minutes, recipe.steps
         if minutes is not None:
             try:
-                steps = round(self.fit(recipe, minutes / 2)[1] / recipe.batch_tokens)
+                steps = round(self.fit(recipe, minutes / 2, recipe.compile)[1] / recipe.batch_tokens)
             except UserError as error:
                 raise UserError(error.message, "use more --minutes, or --teachers 0") from None
         return max(1, steps // count)
 
-    def fit(self, recipe: Recipe, minutes: float) -> tuple[TimeBudget, float]:
-        """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Raises
-        `UserError` without enough memory or time."""
-        world = self.session.world
-        if self.costs is None:
+    def fit(self, recipe: Recipe, minutes: float, compiled: bool = False) -> tuple[TimeBudget, float]:
+        """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Measures the
+        speed of ``compiled`` steps, or estimates it from that of others. Raises `UserError` without enough memory or
+        time."""
+        world, costs, is_estimate = self.session.world, self.costs, recipe.compile and not compiled
+        if costs is None or compiled:
             self.check(recipe)
             self.session.note("measuring training speed on this machine")
-            costs = self.measure(replace(recipe, compile=False))
-            self.costs = checked(Costs, world.broadcast_object(lambda: asdict(costs)), "the speed of process 0")
-            self.session.note(f"{1 / self.costs.token:,.0f} tokens/s")
-        token_seconds = self.costs.token / (COMPILED_SPEEDUP if recipe.compile else 1)
+            measured = self.measure(replace(recipe, compile=compiled), 0.0 if is_estimate else PROBE_SHARE)
+            costs = checked(Costs, world.broadcast_object(lambda: asdict(measured)), "the speed of process 0")
+            self.costs = self.costs or costs
+            self.session.note(f"{1 / costs.token:,.0f} tokens/s")
+        token_seconds = costs.token / (COMPILED_SPEEDUP if is_estimate else 1)
         step_seconds = token_seconds * recipe.batch_tokens
         evals = 60 * minutes / step_seconds / recipe.eval_every if self.config.eval_every else EVALUATIONS
         elapsed = world.broadcast_object(lambda: time.perf_counter() - self.session.start_time)
-        budget = TimeBudget.fitting(minutes, elapsed, self.costs, evals)
+        budget = TimeBudget.fitting(minutes, elapsed, costs, evals)
         return budget, budget.tokens(elapsed, token_seconds, recipe.batch_tokens)
 
     def check(self, recipe: Recipe) -> None:
@@ -224,14 +231,17 @@ class Planner:
             ),
         )  # fmt: skip
 
-    def measure(self, recipe: Recipe) -> Costs:
-        """Times training steps, and then evaluations and a sample."""
+    def measure(self, recipe: Recipe, share: float) -> Costs:
+        """Times training steps for a ``share`` of the minutes, and then evaluations and a sample."""
         world, data = self.session.world, self.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
         stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
-        batches, max_seconds = self.teachers.teach(data.batches(recipe)), PROBE_SHARE * 60 * (self.config.minutes or 0)
-        seconds = time_steps(stepper, batches, max_seconds)
+        if recipe.compile:
+            stepper.compile(self.session.note)  # The run itself reports compilation errors.
+        batches, total = self.teachers.teach(data.batches(recipe)), 60 * (self.config.minutes or 0.0)
+        max_seconds = PROBE_SHARE * total
+        seconds = time_steps(stepper, batches, share * total, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
@@ -248,11 +258,13 @@ class Planner:
         )
 
 
-def time_steps(stepper: Stepper, batches: BatchSource | TaughtBatches, max_seconds: float) -> list[float]:
-    """Times training steps for ``max_seconds``, but at most `PROBE_SECONDS`. If too few steps fit (see `PROBE_STEPS`),
-    continues for up to ``max_seconds``."""
+def time_steps(
+    stepper: Stepper, batches: BatchSource | TaughtBatches, target: float, max_seconds: float
+) -> list[float]:
+    """Times training steps for ``target`` seconds. If too few steps fit (see `PROBE_STEPS`), continues for up to
+    ``max_seconds``."""
     world, seconds, lesson = stepper.world, list[float](), list[Any]()
-    target = min(max_seconds, PROBE_SECONDS)
+    target = min(target, PROBE_SECONDS)
 
     def needs_more() -> bool:
         elapsed = sum(seconds)

@@ -286,7 +286,7 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch, sh
     monkeypatch.setattr(programs, "find", find)
     shares += [1.0]
     train(text, minutes=1.0, compile="on", teachers=0)
-    assert len(lookups) == 1
+    assert [model.dropout for model in lookups] == [lookups[0].dropout] * 2  # The measurement and the run each look up one program.
 
 
 @pytest.mark.slow
