@@ -175,7 +175,8 @@ def test_closing_the_terminal_saves_the_run(text: Path, shell: str, processes: i
             process.send_signal(signal.SIGHUP)
     wait_for(b'"reason": "signal"')
     process.wait(60)
-    assert shell != "none" or process.returncode == 128 + signal.SIGHUP
+    # After the run has ended, its handlers are gone, and a late SIGHUP kills the process. Shells see the same status.
+    assert shell != "none" or process.returncode in (128 + signal.SIGHUP, -signal.SIGHUP)
     assert library.load("run").path.name.startswith("step-")
 
 

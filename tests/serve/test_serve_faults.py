@@ -439,7 +439,7 @@ def test_error_outside_a_step_fails_health_and_all_requests(
         wait_for_bytes(running, b"a fault of the worker")
         assert api.post("/v1/completions", prompt="a").status_code == 500
         assert time.monotonic() - start_time < 5
-        assert "gpt_texts_running 0.0" in api.client.get("/metrics").text
+        wait_until(lambda: "gpt_texts_running 0.0" in api.client.get("/metrics").text)
 
 
 def test_gauges_return_to_zero(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ def write_bases() -> None:
     """Saves base models of three families, one of them as a GGUF file and one with int8 weights."""
     for family in ("qwen2", "qwen3", "mistral"):
         save(Path(family), loud(SHAPES[family], spread=0.1))
-    library.export("qwen2", "qwen2.gguf", type="f32")
+    library.export("qwen2", "qwen2.gguf", dtype="f32")
     library.export("mistral", "mistral-int8", dtype="int8")
 
 
