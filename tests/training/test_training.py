@@ -276,7 +276,7 @@ def test_warmup_and_decay_of_a_timed_run_are_shares_of_it(
 
 @pytest.mark.slow
 def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]) -> None:
-    """The speed is measured without compiling."""
+    """The speed is measured with the program of the run."""
     lookups: list[GPTConfig] = []
 
     def find(key: Any, *args: object) -> Any:
@@ -286,7 +286,7 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch, sh
     monkeypatch.setattr(programs, "find", find)
     shares += [1.0]
     train(text, minutes=1.0, compile="on", teachers=0)
-    assert [model.dropout for model in lookups] == [lookups[0].dropout] * 2  # The measurement and the run each look up one program.
+    assert [model.dropout for model in lookups] == [lookups[0].dropout] * 2  # for the measurement and for the run
 
 
 @pytest.mark.slow
