@@ -209,7 +209,7 @@ def test_signal_to_one_rank_stops_all_at_the_same_window() -> None:
     """A rank that stopped earlier would leave the others waiting."""
     sharded, signal_numbers = Sharded.__new__(Sharded), iter([0, 0, 15])
     sharded.world = World()
-    sharded.world.all_reduce_max = lambda value: max(value, next(signal_numbers))  # type: ignore[method-assign]
+    sharded.world.poll = lambda signum, share: (next(signal_numbers), share)  # type: ignore[method-assign]
     items = []
     with pytest.raises(Stopped):
         for item in sharded.until_stopped(StopSignal(), range(9)):
