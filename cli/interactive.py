@@ -212,7 +212,7 @@ class Interaction:
         for field in dataclasses.fields(self.settings):
             setting = getattr(self.settings, field.name)
             if field.name == "max_tokens" and self._max_tokens > setting:
-                setting = "as many as fit into the context"
+                setting = "the rest of the context"
             elif isinstance(setting, tuple):
                 setting = ", ".join(setting) or "off"
             elif type(setting) in (bool, str) or field.metadata["shown"] == "off":

@@ -59,8 +59,8 @@ NO_DEFAULTS = SamplingDefaults()
 
 
 def read_defaults(path: Path, note: Callable[[str], None] = lambda text: None) -> SamplingDefaults:
-    """Returns the settings that the checkpoint at ``path`` recommends. An adapter without any has those of its base
-    model. Calls ``note`` for each setting that cannot be used. Raises `UserError` for a damaged file."""
+    """Returns the settings that the checkpoint at ``path`` recommends. An adapter without any inherits its base
+    model's. Calls ``note`` for each setting that cannot be used. Raises `UserError` for a damaged file."""
     for current in folder.lineage(path):
         settings, source, stored = dict[str, Any](), FILE, {}
         if is_gguf(current):

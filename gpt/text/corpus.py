@@ -329,7 +329,7 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
 def find_sources(
     texts: Sequence[str], config: TextConfig, skipped: Skipped, note: OnNote, on_bytes: OnBytes = ignore
 ) -> tuple[list[Source], list[Source]]:
-    """Returns the training sources, and those of a separate held-out text. A file in both is held out. Raises
+    """Returns the sources of the training text and of a separate held-out text. A file in both is held out. Raises
     `UserError` if none is left to train on."""
     skips = skipped if config.skip_bad else None
     sources = find(texts, skips, on_bytes, note)

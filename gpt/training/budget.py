@@ -29,7 +29,7 @@ from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, Strategy, make_strategy
 from gpt.training.teachers import TaughtBatches, Teachers, can_read
-from gpt.training.time_budget import Costs, TimeBudget
+from gpt.training.time_budget import INTERVALS, Costs, TimeBudget
 
 PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
 PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
@@ -52,7 +52,6 @@ TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
 MIN_TEACHER_STEPS = 100
 COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps, relative to uncompiled ones
 EVALUATIONS = 20  # default number of evaluations
-INTERVALS = ("eval_every", "save_every", "sample_every")
 
 Throughput = Callable[[str], float]
 

@@ -20,9 +20,8 @@ from gpt.training.logs import Speed
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy
-from gpt.training.time_budget import END_SECONDS, Clock, TimeBudget
+from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock, TimeBudget
 
-INTERVALS = ("eval_every", "save_every", "sample_every")
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
 # A run has learnt once its loss is this far below that of a uniform guess, in nats per token. After that, a loss this
@@ -51,8 +50,8 @@ class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
     def __init__(self, run: RunContext, strategy: Strategy, budget: TimeBudget | None = None) -> None:
-        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. ``budget`` is that of a timed
-        run."""
+        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. Only a timed run has a
+        ``budget``."""
         self.run, self.strategy, self.budget, self.recipe = run, strategy, budget, run.recipe
         self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
         self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled, run.teachers)

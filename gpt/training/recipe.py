@@ -87,7 +87,7 @@ class Recipe:
     tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
-    # Those of "steps eval_every save_every sample_every" that follow the clock. Their values are estimates.
+    # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
 

@@ -60,7 +60,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The content of ``training.json``. ``budget`` is that of a timed run."""
+    """The content of ``training.json``. Only a timed run has a ``budget``."""
 
     format: int
     state: TrainState

@@ -13,6 +13,7 @@ GROWTH = 1.5  # A longer run spends a fifth more on evaluations, and measures it
 END_SECONDS = 2.0  # time to read back the last checkpoint and exit
 MIN_TRAINING = 0.1  # minimum share of the time for training, however long it took to get ready
 MIN_STEPS = 4
+INTERVALS = ("eval_every", "save_every", "sample_every")  # settings that can follow the clock
 
 Seconds = Annotated[float, Within(-1e12, 1e12)]
 
