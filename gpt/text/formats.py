@@ -149,7 +149,7 @@ class TextEncoding:
         advice = "set its --encoding, such as cp1252"
         if shares[best] > 0.5:
             line = " ".join(data.partition(b"\n")[0].decode(best, "replace").split())
-            advice = f"--encoding {best} reads it as “{_shorten(line)}”"
+            advice = f"--encoding {best} reads it as “{line[:40]}”"
         return f"{advice}; or use --errors replace or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
@@ -330,7 +330,7 @@ def _check_supported(values: dict[str, Any]) -> None:
 
 def _unused_keys(record: dict[str, Any], form: RecordForm) -> list[str]:
     known = {*form.keys, *form.synonyms, *form.optional, *HARMLESS}
-    return [_shorten(key) for key, value in record.items() if value is not None and key not in known]
+    return [key[:40] for key, value in record.items() if value is not None and key not in known]
 
 
 # docs/fine-tune.md has a table of these keys.
@@ -586,12 +586,8 @@ def _without_surrogates(value: str, encoding: TextEncoding) -> str:
 
 def _missing_message(field: str, available: Iterable[Any], plural: str) -> str:
     keys = list(available)
-    names = ", ".join(map(_shorten, keys[:20])) + (", …" if len(keys) > 20 else "") or "none"
+    names = ", ".join(map(str, keys[:20])) + (", …" if len(keys) > 20 else "") or "none"
     return f'it has no "{field}"; its {plural}: {names}'
-
-
-def _shorten(key: Any) -> str:
-    return f"{key:.40}…" if len(str(key)) > 40 else str(key)
 
 
 def _hint_for(available: Collection[str], hint: str) -> str:

@@ -434,13 +434,6 @@ def test_hint_names_the_option_that_reads_the_records() -> None:
             assert error.value.hint.startswith(option), (name, error.value.hint)
 
 
-def test_long_keys_are_shortened() -> None:
-    for name, data in {"x.jsonl": json.dumps({"k" * 100_000: 1}), "x.csv": "k" * 100_000 + ",n\na,b\n"}.items():
-        with pytest.raises(UserError, match="k…") as error:
-            read(name, data.encode())
-        assert len(error.value.message) < 150
-
-
 def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
     reader = Reader(ReadConfig(errors="replace"))
     data = b'{"text": "\\ud800 \\ud83d\\udc15 \xff \\udc00"}\n'
