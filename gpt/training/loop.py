@@ -20,7 +20,7 @@ from gpt.training.logs import Speed
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy
-from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock, TimeBudget
+from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
@@ -49,10 +49,9 @@ class Diverged(WorkError):
 class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
-    def __init__(self, run: RunContext, strategy: Strategy, budget: TimeBudget | None = None) -> None:
-        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. Only a timed run has a
-        ``budget``."""
-        self.run, self.strategy, self.budget, self.recipe = run, strategy, budget, run.recipe
+    def __init__(self, run: RunContext, strategy: Strategy) -> None:
+        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan."""
+        self.run, self.strategy, self.recipe, budget = run, strategy, run.recipe, run.recipe.budget
         self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
         self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled, run.teachers)
         self.state = TrainState(windows=windows_to_evaluate(self.recipe))
@@ -185,9 +184,9 @@ class Trainer:
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if is_last:
-            self.checkpointer.save(recipe, self.budget, lambda: self.session.stop.signum is not None)
+            self.checkpointer.save(recipe, lambda: self.session.stop.signum is not None)
         elif is_best or (state.step and self.is_due("save_every")):
-            self.checkpointer.save(recipe, self.budget)
+            self.checkpointer.save(recipe)
         return is_last
 
     def poll(self) -> None:
@@ -266,11 +265,11 @@ class Trainer:
     def finish(self) -> Result:
         """Evaluates the best checkpoint and returns the result of the run."""
         self.stepper.drop_graph()
-        if self.clock is not None and self.budget is not None:
+        if self.clock is not None and self.recipe.budget is not None:
             self.update_recipe(steps=self.state.step)
-            self.session.stop.deadline = self.clock.end + self.budget.end - END_SECONDS
+            self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
             self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
-        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.budget, self.journal.speed)
+        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.path / "merged"
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
@@ -283,7 +282,7 @@ class Trainer:
         state, writer = self.state, self.checkpointer.writer
         self.poll()
         if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
-            self.checkpointer.save(self.recipe, self.budget)
+            self.checkpointer.save(self.recipe)
         self.world.wait_for_main()
         writer.wait()
         self.journal.report_early_end("signal")

@@ -161,9 +161,14 @@ def read_started(run: Path, name: str | None = None) -> StartedRun:
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
     saved = None if name is None else read_saved_state(run / name)
     config = replace(config, preset=record.size or config.preset)
-    if config.teachers is None and (record.own_teachers is not None or record.resolved is not None):
-        config = replace(config, teachers=record.own_teachers or 0)
+    if config.teachers is None:
+        config = replace(config, teachers=record.own_teachers)
     return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
+
+
+def read_recipe(run: Path) -> Recipe:
+    """Reads the recipe in ``run.json``, or its draft. Raises `UserError` if it is damaged."""
+    return checked(Recipe, RunRecord.read(run).resolved, str(run / folder.RECORD))
 
 
 def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:

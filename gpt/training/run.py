@@ -1,7 +1,8 @@
 """A training run, from texts to a saved checkpoint.
 
-Rank 0 creates a new run's folder (`prepare`) or finds the run to resume (`find_and_lock`). Then all ranks read the
-folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
+Rank 0 creates a new run's folder (`prepare`) or finds the run to resume (`find_and_lock`), and writes the recipe of a
+new run to ``run.json`` (`plan_on_all`). Then all ranks read the folder (`open_run`) and train (`Trainer`), so a new run
+resumes at step 0.
 """
 
 import contextlib
@@ -23,16 +24,16 @@ from gpt.errors import Interrupted
 from gpt.files import disk_errors
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
-from gpt.parallel.world import join_world
+from gpt.parallel.world import World, join_world
 from gpt.runs import folder
 from gpt.settings import from_dict
 from gpt.training import logs
-from gpt.training.budget import Planner
-from gpt.training.context import Listener, Result, RunContext, Session, data_record
+from gpt.training.context import Inputs, Listener, Result, RunContext, Session, data_record
 from gpt.training.data import Dataset
 from gpt.training.loop import Trainer
-from gpt.training.preparing import Prepared, prepare
-from gpt.training.recipe import Recipe, broadcast
+from gpt.training.measuring import Meter
+from gpt.training.preparing import prepare
+from gpt.training.recipe import Facts, Recipe, check_model, notes, plan
 from gpt.training.resuming import (
     StartedRun,
     apply_changes,
@@ -40,6 +41,7 @@ from gpt.training.resuming import (
     finished_result,
     open_data,
     prepare_teacher,
+    read_recipe,
     read_started,
     refuse_fixed_options,
     restore_compute,
@@ -48,7 +50,16 @@ from gpt.training.resuming import (
 )
 from gpt.training.state import seed_all
 from gpt.training.strategy import make_strategy
-from gpt.training.teachers import TEACHERS, Teachers, check_tokenizers, own_teachers, whole_run
+from gpt.training.teachers import (
+    TEACHERS,
+    Teachers,
+    check_tokenizers,
+    count_teacher_steps,
+    count_teachers,
+    may_teach_itself,
+    own_teachers,
+    whole_run,
+)
 from gpt.training.time_budget import MIN_TRAINING, Costs, TimeBudget
 
 TEACHER_EVALUATIONS = 5  # of a run's own teacher
@@ -66,16 +77,14 @@ def train(
     with _session(config.nproc, listen, start_time) as session:
         world = session.world
         world.assert_same({"text": list(map(str, texts)), **asdict(config), **_code_versions()})
-        world.raise_on_all(lambda: logs.check(config.log))
-        compute = world.raise_on_all(lambda: device.pick(config.device, config.dtype, training=True))
-        world.raise_on_all(lambda: world.divide(config.tensor))
+        compute = world.raise_on_all(partial(check_machine, config, world))
         with contextlib.ExitStack() as until_ended, contextlib.ExitStack() as until_first_step:
-            prepared = None
+            path, inputs = None, None
             if world.is_main:
-                prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
-            run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
+                path, inputs = prepare(texts, config, compute, session, until_ended, until_first_step)
+            run = world.broadcast_object(lambda: str(path))
             started = world.raise_on_all(lambda: read_started(Path(run)))
-            trainer = open_phases(started, {}, session, prepared, until_first_step.close)
+            trainer = open_phases(started, {}, session, inputs, until_first_step.close)
             until_first_step.close()
             return trainer.train()
 
@@ -112,6 +121,15 @@ def resume(
         return open_phases(started, changes, session).train()
 
 
+def check_machine(config: TrainConfig, world: World) -> Compute:
+    """Chooses the device before rank 0 tokenizes. Raises `UserError` if this rank cannot train on it, or cannot log."""
+    logs.check(config.log)
+    world.divide(config.tensor)
+    compute = device.pick(config.device, config.dtype, training=True)
+    world.place(compute)
+    return compute
+
+
 @contextlib.contextmanager
 def _session(nproc: int, listen: Listener, start_time: float | None) -> Iterator[Session]:
     """Handles signals and joins the other processes."""
@@ -129,37 +147,39 @@ def open_phases(
     started: StartedRun,
     changes: Mapping[str, Any],
     session: Session,
-    prepared: Prepared | None = None,
+    prepared: Inputs | None = None,
     on_start: Callable[[], None] = lambda: None,
 ) -> Trainer:
-    """Decides how many teachers a new run trains, trains those that are unfinished, then opens the run. ``on_start`` is
-    called before the first step."""
+    """Decides how many teachers a new run trains, trains those that are unfinished, then opens the run. ``prepared`` is
+    what rank 0 already has. ``on_start`` is called before the first step."""
     world = session.world
+    inputs = open_inputs(started, changes, session, prepared)
     if started.config.teachers == 0 or started.saved is not None:
-        return open_run(started, changes, session, prepared)
-    compute, inputs = open_inputs(started, changes, session, prepared)
-    given_teachers = Teachers(inputs.teachers, compute)
-    planner = Planner(started.config, compute, inputs.data, inputs.init, session, given_teachers)
+        return open_run(started, changes, session, inputs)
+    teachers = Teachers(inputs.teachers, inputs.compute)
+    facts = find_facts(inputs, teachers, world)
+    meter = Meter(started.config.minutes or 0.0, inputs, teachers, session)
     if started.config.teachers is None:
-        started = choose_teachers(started, planner)
-    config = planner.config = started.config
+        started, facts = choose_teachers(started, facts, meter)
+    config = started.config
     if not config.teachers:
-        return open_run(started, changes, session, inputs, costs=planner.costs)
+        return open_run(started, changes, session, inputs, costs=facts.costs)
     own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
-    plan = plan_teachers(started, planner)
+    settings, facts = plan_teachers(started, facts, meter)
     changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
     start = session.start_time  # of the run: earlier by the time that earlier commands spent on teachers
     for number in range(1, config.teachers + 1):
-        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, plan, session.note))
+        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, settings, session.note))
         teacher = world.raise_on_all(partial(read_started, Path(path), checkpoint))
         if teacher.result is None:
             now, budget = time.perf_counter(), None
-            if config.minutes is not None and planner.costs is not None:  # An equal share of the rest of the first half
+            if config.minutes is not None and facts.costs is not None:  # An equal share of the rest of the first half
                 minutes = (config.minutes / 2 - (now - start) / 60) / (config.teachers - number + 1)
                 minutes = max(minutes, MIN_TRAINING * config.minutes / config.teachers)
-                budget = TimeBudget.fitting(minutes, 0.0, planner.costs, TEACHER_EVALUATIONS)
+                budget = TimeBudget.fitting(minutes, 0.0, facts.costs, TEACHER_EVALUATIONS)
             phase = session.phase(f"teacher {number} of {config.teachers}", now)
-            trainer = open_run(teacher, changes_of_teachers, phase, own_inputs, budget)
+            compute = world.place(restore_compute(teacher, changes, world.size, session.note))
+            trainer = open_run(teacher, changes_of_teachers, phase, replace(own_inputs, compute=compute), budget)
             on_start()
             result = trainer.train()
             start += time.perf_counter() - now - result.seconds
@@ -167,110 +187,161 @@ def open_phases(
             start -= teacher.result.seconds
         if world.is_main:
             folder.keep_only_best(teacher.run)
-    return open_run(started, changes, session.phase("pupil", start), inputs, costs=planner.costs)
+    return open_run(started, changes, session.phase("pupil", start), inputs, costs=facts.costs)
 
 
-def choose_teachers(started: StartedRun, planner: Planner) -> StartedRun:
+def choose_teachers(started: StartedRun, facts: Facts, meter: Meter) -> tuple[StartedRun, Facts]:
     """Decides how many teachers the run trains first, and records it in ``run.json``."""
-    count, session = planner.count_teachers(), planner.session
+    config, session = started.config, meter.session
+    if config.minutes is not None and may_teach_itself(config, facts):
+        facts = meter.measure(plan_on_all(started, replace(config, teachers=0), facts, session.world), facts)
+    count = session.world.broadcast_object(lambda: count_teachers(config, facts))
     if count:
         session.note(
-            f"{count} teachers train first, in half of the {'steps' if started.config.minutes is None else 'time'}: a "
+            f"{count} teachers train first, in half of the {'steps' if config.minutes is None else 'time'}: a "
             "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
         )
     record = replace(started.record, own_teachers=count)
     if session.world.is_main:
         with disk_errors(started.run):
             record.write(started.run)
-    return replace(started, record=record, config=replace(started.config, teachers=count))
+    return replace(started, record=record, config=replace(config, teachers=count)), facts
 
 
-def plan_teachers(started: StartedRun, planner: Planner) -> dict[str, Any]:
+def plan_teachers(started: StartedRun, facts: Facts, meter: Meter) -> tuple[dict[str, Any], Facts]:
     """Returns the settings of the run's own teachers that differ from its own. All of them have the same steps, and
     share half of the run's steps or minutes."""
-    config, first, world = started.config, started.run / TEACHERS / "1", planner.session.world
-    recipe = planner.resolve(config)
-    steps = planner.count_teacher_steps(recipe)
-    steps = world.broadcast_object(lambda: read_started(first).config.steps if folder.is_run(first) else steps) or steps
+    config, first, world = started.config, started.run / TEACHERS / "1", meter.session.world
+    recipe = plan(config, facts.unmeasured)
+    if config.minutes is not None:
+        recipe = plan_on_all(started, config, facts.unmeasured, world)
+        while (facts.compiled_costs if recipe.compile else facts.costs) is None:
+            facts = meter.measure(recipe, facts)
+    steps = world.broadcast_object(
+        lambda: (folder.is_run(first) and read_started(first).config.steps) or count_teacher_steps(config, facts)
+    )
     in_the_run = ("epochs", "minutes", "warmup", "warmup_tokens", "decay", "batch_ramp", "save_every")
-    return {
+    settings = {
         **dict.fromkeys(in_the_run),
         "steps": steps,
         "eval_every": config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS),
         "compile": "on" if recipe.compile else "off",
     }
+    return settings, facts
 
 
-def open_inputs(
-    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None
-) -> tuple[Compute, Prepared]:
-    """Opens a run's device, data, base model and teachers on all ranks. ``prepared`` is what a rank already has."""
-    world, note = session.world, session.note
-    compute = world.place(world.raise_on_all(lambda: restore_compute(started, changes, world.size, note)))
-    world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
-    init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
-    found = world.raise_on_all(lambda: prepared.teachers if prepared else restore_teachers(started, world))
-    data = prepared.data if prepared else None
-    if world.is_main and data is None:  # Rank 0 goes first because it might have to tokenize the text.
-        data = open_data(started, compute, init, found, session)
+def open_inputs(started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Inputs | None) -> Inputs:
+    """Opens a run's device, data, base model and teachers on all ranks. Rank 0 goes first because it might have to
+    tokenize the text."""
+    world = session.world
+
+    def open_here() -> Inputs:
+        world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor)))
+        compute = world.place(restore_compute(started, changes, world.size, session.note))
+        if prepared is not None:
+            inputs = replace(prepared, compute=compute)
+        else:
+            init, found = restore_init(started, world), restore_teachers(started, world)
+            inputs = Inputs(compute, open_data(started, compute, init, found, session), init, found)
+        check_tokenizers(inputs.teachers, inputs.data.tokenizer)
+        return inputs
+
+    opened = open_here() if world.is_main else None
     world.broadcast_object(lambda: True)
-    data = world.raise_on_all(lambda: data or open_data(started, compute, init, found, session))
-    world.raise_on_all(lambda: check_tokenizers(found, data.tokenizer))
-    world.assert_same({"text": data.sources})
-    return compute, Prepared(started.run, data, init, found)
+    inputs = world.raise_on_all(lambda: opened or open_here())
+    world.connect(inputs.compute)
+    world.assert_same({"text": inputs.data.sources})
+    return inputs
+
+
+def find_facts(inputs: Inputs, teachers: Teachers, world: World, costs: Costs | None = None) -> Facts:
+    """Returns what a rank knows about the run, with ``costs`` that were measured before."""
+    data, init = inputs.data, inputs.init
+    return Facts.on(
+        inputs.compute,
+        bytes=data.bytes,
+        tokens=data.tokens,
+        vocab_size=data.tokenizer.vocab_size,
+        held_out=data.held_out_tokens > 0,
+        processes=world.data_size,
+        local_processes=world.local_size,
+        rows=data.rows,
+        base=init.model if init else None,
+        teachers=tuple(teachers.shapes),
+        costs=costs,
+    )
+
+
+def plan_on_all(started: StartedRun, config: TrainConfig, facts: Facts, world: World) -> Recipe:
+    """Plans the run on rank 0, which writes the recipe to ``run.json``, where all ranks read it. Raises `UserError`
+    without enough memory or time."""
+
+    def write() -> None:
+        recipe = plan(config, facts)
+        check_model(recipe, facts)
+        with disk_errors(started.run):
+            replace(started.record, resolved=asdict(recipe)).write(started.run)
+
+    world.broadcast_object(write)
+    return read_recipe(started.run)
 
 
 def open_run(
     started: StartedRun,
     changes: Mapping[str, Any],
     session: Session,
-    prepared: Prepared | None = None,
+    inputs: Inputs,
     budget: TimeBudget | None = None,
     costs: Costs | None = None,
 ) -> Trainer:
-    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has. ``budget`` is
-    the time of a run's own teacher, and ``costs`` is what was measured before."""
-    world, note = session.world, session.note
-    compute, inputs = open_inputs(started, changes, session, prepared)
-    data, init = inputs.data, inputs.init
-    own = world.raise_on_all(lambda: own_teachers(started.run, started.config))
-    teachers = Teachers([*own, *inputs.teachers], compute)
+    """Plans a new run, and opens the model of any run. ``budget`` is the time of a run's own teacher, and ``costs`` is
+    what was measured before."""
+    world, config, data = session.world, started.config, inputs.data
+    own = world.raise_on_all(lambda: own_teachers(started.run, config)) if config.teachers else []
+    teachers = Teachers([*own, *inputs.teachers], inputs.compute)
     environment.write_message(environment.RUN, whole_run(started.run))
-    changes = {**started.requested_steps, **changes}
-    planner, recipe = Planner(started.config, compute, data, init, session, teachers, costs), started.recipe
+    if started.saved is None:
+        started = replace(started, record=data_record(started.record, data, inputs.init, inputs.teachers))
+    costs = costs and replace(costs, elapsed=time.perf_counter() - session.start_time)
+    facts = find_facts(inputs, teachers, world, costs)
+    recipe = started.recipe or plan_on_all(started, config, facts, world)
     if teachers.found:
-        draft = recipe or planner.resolve(started.config)
-        planner.check(draft)
-        read_text(teachers, data, draft, started.run, session)
-    if recipe is None:
-        recipe, own_budget = planner.plan()
-        if budget is not None:
-            recipe = replace(recipe, by_clock="steps eval_every save_every")
-        budget = budget or own_budget
-    elif started.saved is not None:
-        budget = started.saved.budget
-    step = started.saved.state.step if started.saved else 0
-    recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
-    start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
-    record = started.record if started.saved else data_record(started.record, data, init, inputs.teachers)
-    log = str(changes.get("log", started.config.log))
+        read_text(teachers, data, recipe, started.run, session)
+    if started.recipe is None:
+        meter = Meter(config.minutes or 0.0, inputs, teachers, session)
+        while config.minutes is not None and recipe.budget is None:
+            facts = meter.measure(recipe, facts)
+            recipe = plan_on_all(started, config, facts, world)
+        for line in notes(config, facts, recipe):
+            session.note(line)
+    if started.saved is None and budget is not None:
+        recipe = replace(recipe, by_clock="steps eval_every save_every", budget=budget)
+    changes = {**started.requested_steps, **changes}
+    step, seconds = (started.saved.state.step, started.saved.state.seconds) if started.saved else (0, 0.0)
+
+    def change() -> Recipe:
+        changed = apply_changes(recipe, changes, step, session.note, world.data_size)
+        check_model(changed, facts)
+        return changed
+
+    recipe = world.raise_on_all(change)
     context = RunContext(
         session,
         started.run,
-        record,
+        started.record,
         data,
-        compute,
-        init,
+        inputs.compute,
+        inputs.init,
         teachers,
         recipe,
         changes,
-        log,
-        start,
+        str(changes.get("log", config.log)),
+        session.start_time - seconds,
         started.checkpoint,
         started.saved,
     )
     seed_all(recipe.seed)
-    return Trainer(context, make_strategy(recipe, compute, world, init, started.checkpoint), budget)
+    return Trainer(context, make_strategy(recipe, inputs.compute, world, inputs.init, started.checkpoint))
 
 
 def read_text(teachers: Teachers, data: Dataset, recipe: Recipe, run: Path, session: Session) -> None:

@@ -1,7 +1,7 @@
 """Teachers: other models whose probabilities a run learns from (Hinton et al. 2015, arXiv 1503.02531)."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -15,18 +15,24 @@ from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.model.loss import encode_probabilities, mean_probabilities
+from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Batches, Int64s
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.recipe import Recipe
+from gpt.training.recipe import Facts, Recipe, divide_time, plan
 
 TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
 # Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
 # beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
 MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 READ_TOKENS = 8192  # positions of a text that teachers read at once
+# A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
+# parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
+MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
+TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
+MIN_TEACHER_STEPS = 100
 
 Uint8s = npt.NDArray[np.uint8]
 
@@ -103,6 +109,45 @@ class Teachers:
         with self.compute.autocast():
             pairs = [(model.trunk(x).contiguous(), model.unembedding.detach()) for model in self.models]
         return [tensor for pair in pairs for tensor in pair]
+
+
+def draft(config: TrainConfig, facts: Facts) -> Recipe:
+    """Returns the recipe of a run without teachers of its own, or its draft if the run has ``minutes``."""
+    return plan(replace(config, teachers=0), facts.unmeasured)
+
+
+def may_teach_itself(config: TrainConfig, facts: Facts) -> bool:
+    """Whether a run can train teachers first: on a text that they `can_read`, from random weights."""
+    is_excluded = facts.base is not None or facts.rows > 0 or config.teacher
+    return not is_excluded and can_read(facts.tokens, draft(config, facts))
+
+
+def count_teachers(config: TrainConfig, facts: Facts) -> int:
+    """The number of teachers that a run should train first. They pay off only if the model would read the text so
+    often that it learns little more from it (benchmarks/defaults.md)."""
+    if not may_teach_itself(config, facts):
+        return 0
+    recipe = draft(config, facts)
+    tokens: float = recipe.tokens(recipe.steps)
+    if config.minutes is not None and facts.costs is not None:
+        tokens = divide_time(config, recipe, facts.costs, config.minutes)[1]
+    steps, passes = round(tokens / recipe.batch_tokens), tokens / facts.tokens
+    if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * facts.tokens / breakdown(recipe.model).trainable:
+        return 0
+    count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+    return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
+
+
+def count_teacher_steps(config: TrainConfig, facts: Facts) -> int:
+    """The number of steps of each of the run's own teachers, which share half of its steps or minutes."""
+    recipe, costs = plan(config, facts.unmeasured), facts.compiled_costs or facts.costs
+    steps = recipe.steps
+    if config.minutes is not None and costs is not None:
+        try:
+            steps = round(divide_time(config, recipe, costs, config.minutes / 2)[1] / recipe.batch_tokens)
+        except UserError as error:
+            raise UserError(error.message, "use more --minutes, or --teachers 0") from None
+    return max(1, steps // (config.teachers or 1))
 
 
 def can_read(tokens: int, recipe: Recipe) -> bool:
