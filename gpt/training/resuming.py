@@ -70,9 +70,7 @@ class StartedRun:
         ``--minutes`` has to measure its speed again."""
         if self.saved is not None:
             return self.saved.recipe
-        if self.record.resolved is None or self.config.minutes is not None:
-            return None
-        return checked(Recipe, self.record.resolved, str(self.run / folder.RECORD))
+        return None if self.record.resolved is None or self.config.minutes is not None else read_recipe(self.run)
 
     @property
     def requested_steps(self) -> dict[str, int]:

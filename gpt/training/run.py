@@ -56,7 +56,6 @@ from gpt.training.teachers import (
     check_tokenizers,
     count_teacher_steps,
     count_teachers,
-    may_teach_itself,
     own_teachers,
     whole_run,
 )
@@ -192,9 +191,9 @@ def open_phases(
 
 def choose_teachers(started: StartedRun, facts: Facts, meter: Meter) -> tuple[StartedRun, Facts]:
     """Decides how many teachers the run trains first, and records it in ``run.json``."""
-    config, session = started.config, meter.session
-    if config.minutes is not None and may_teach_itself(config, facts):
-        facts = meter.measure(plan_on_all(started, replace(config, teachers=0), facts, session.world), facts)
+    config, session = replace(started.config, teachers=0), meter.session
+    if config.minutes is not None and not config.teacher:
+        facts = meter.measure(plan_on_all(started, config, facts, session.world), facts)
     count = session.world.broadcast_object(lambda: count_teachers(config, facts))
     if count:
         session.note(
@@ -258,18 +257,10 @@ def find_facts(inputs: Inputs, teachers: Teachers, world: World, costs: Costs | 
     """Returns what a rank knows about the run, with ``costs`` that were measured before."""
     data, init = inputs.data, inputs.init
     return Facts.on(
-        inputs.compute,
-        bytes=data.bytes,
-        tokens=data.tokens,
-        vocab_size=data.tokenizer.vocab_size,
-        held_out=data.held_out_tokens > 0,
-        processes=world.data_size,
-        local_processes=world.local_size,
-        rows=data.rows,
-        base=init.model if init else None,
-        teachers=tuple(teachers.shapes),
-        costs=costs,
-    )
+        inputs.compute, bytes=data.bytes, tokens=data.tokens, vocab_size=data.tokenizer.vocab_size,
+        held_out=data.held_out_tokens > 0, processes=world.data_size, local_processes=world.local_size, rows=data.rows,
+        base=init.model if init else None, teachers=tuple(teachers.shapes), costs=costs,
+    )  # fmt: skip
 
 
 def plan_on_all(started: StartedRun, config: TrainConfig, facts: Facts, world: World) -> Recipe:
@@ -325,21 +316,11 @@ def open_run(
         return changed
 
     recipe = world.raise_on_all(change)
+    log = str(changes.get("log", config.log))
     context = RunContext(
-        session,
-        started.run,
-        started.record,
-        data,
-        inputs.compute,
-        inputs.init,
-        teachers,
-        recipe,
-        changes,
-        str(changes.get("log", config.log)),
-        session.start_time - seconds,
-        started.checkpoint,
-        started.saved,
-    )
+        session, started.run, started.record, data, inputs.compute, inputs.init, teachers, recipe, changes, log,
+        session.start_time - seconds, started.checkpoint, started.saved,
+    )  # fmt: skip
     seed_all(recipe.seed)
     return Trainer(context, make_strategy(recipe, inputs.compute, world, inputs.init, started.checkpoint))
 

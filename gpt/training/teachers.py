@@ -111,23 +111,12 @@ class Teachers:
         return [tensor for pair in pairs for tensor in pair]
 
 
-def draft(config: TrainConfig, facts: Facts) -> Recipe:
-    """Returns the recipe of a run without teachers of its own, or its draft if the run has ``minutes``."""
-    return plan(replace(config, teachers=0), facts.unmeasured)
-
-
-def may_teach_itself(config: TrainConfig, facts: Facts) -> bool:
-    """Whether a run can train teachers first: on a text that they `can_read`, from random weights."""
-    is_excluded = facts.base is not None or facts.rows > 0 or config.teacher
-    return not is_excluded and can_read(facts.tokens, draft(config, facts))
-
-
 def count_teachers(config: TrainConfig, facts: Facts) -> int:
     """The number of teachers that a run should train first. They pay off only if the model would read the text so
     often that it learns little more from it (benchmarks/defaults.md)."""
-    if not may_teach_itself(config, facts):
+    recipe = plan(replace(config, teachers=0), facts.unmeasured)
+    if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
         return 0
-    recipe = draft(config, facts)
     tokens: float = recipe.tokens(recipe.steps)
     if config.minutes is not None and facts.costs is not None:
         tokens = divide_time(config, recipe, facts.costs, config.minutes)[1]
