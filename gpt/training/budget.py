@@ -212,10 +212,10 @@ class Planner:
 
     def check(self, recipe: Recipe) -> None:
         """Raises `UserError` on all ranks if the run does not fit into memory."""
-        world = self.session.world
-        world.raise_on_all(
-            partial(check_model, recipe, self.compute, world.data_size, world.local_size, self.teachers.shapes)
-        )
+        world, shapes, data = self.session.world, self.teachers.shapes, self.data
+        has_codes = shapes and not data.rows and can_read(data.tokens, recipe)
+        codes = data.tokens * recipe.model.vocab_size if has_codes else 0
+        world.raise_on_all(partial(check_model, recipe, self.compute, world.data_size, world.local_size, shapes, codes))
 
     def resolve(
         self, config: TrainConfig, note: Callable[[str], None] = lambda text: None, max_tokens: float = math.inf

@@ -10,7 +10,8 @@ import torch
 from gpt.config import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.memory import Setup, count_step_memory, divisors
+from gpt.model import lora
+from gpt.model.memory import Setup, accumulates_whole_gradients, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.parallel.world import World
@@ -410,7 +411,8 @@ def _plan_micro_batch(
     if config.dropout is None and config.init is None and not teachers:
         model = replace(model, dropout=DROPOUT)
     setup = replace(
-        _memory_setup(config, auto_optimizer(config, model), compute, processes, teachers), recompute=config.recompute
+        _memory_setup(config, model, auto_optimizer(config, model), compute, processes, teachers),
+        recompute=config.recompute,
     )
     if config.micro_batch == "auto":
         return with_largest_micro_batch(model, setup, rows, compute.memory())
@@ -421,11 +423,16 @@ def _plan_micro_batch(
 
 def _memory_setup(
     settings: TrainConfig | Recipe,
+    model: GPTConfig,
     optimizer: Optimizer,
     compute: Compute,
     processes: int,
     teachers: Sequence[GPTConfig],
 ) -> Setup:
+    adapters = {}
+    if settings.lora_rank:
+        roles = lora.find_roles(settings.lora_targets or "all", model)
+        adapters = lora.adapter_shapes(model, settings.lora_rank, roles)
     return Setup(
         dtype=compute.dtype_name,
         optimizer=optimizer,
@@ -434,42 +441,41 @@ def _memory_setup(
         tensor=settings.tensor,
         device="cuda" if compute.device.type == "cuda" else "cpu",
         teachers=tuple(teachers),
+        adapters=tuple(adapters.values()),
+        whole_gradients=accumulates_whole_gradients(model, settings.tensor, compute.memory()),
     )
 
 
 def check_model(
-    recipe: Recipe, compute: Compute, processes: int, here: int = 1, teachers: Sequence[GPTConfig] = ()
+    recipe: Recipe,
+    compute: Compute,
+    processes: int,
+    here: int = 1,
+    teachers: Sequence[GPTConfig] = (),
+    codes: int = 0,
 ) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
     memory. Otherwise, the system would kill the process.
 
-    ``processes`` counts data ranks, ``here`` all ranks on this machine. Skips adapters, because their moments are
-    small.
+    ``processes`` counts data ranks, ``here`` all ranks on this machine. ``codes`` are the bytes of the teachers' codes
+    of the text, once per machine.
     """
     model, memory = recipe.model, compute.memory()
-    if recipe.lora_rank:
-        return
-    setup = _memory_setup(recipe, recipe.optimizer, compute, processes, teachers)
+    setup = _memory_setup(recipe, model, recipe.optimizer, compute, processes, teachers)
     step = count_step_memory(model, setup)
-    n_bytes = (
-        step.parameters
-        + step.gradients
-        + step.optimizer
-        + step.teachers
-        + (step.snapshot if setup.device == "cpu" else 0)
-    )
+    n_bytes = step.minimum + (step.snapshot + codes // here if setup.device == "cpu" else 0)
     if n_bytes > memory:
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
             f"optimizer state{', teachers' * bool(teachers)}), but only {memory / 1e9:,.1f} GB are available",
-            "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
+            "use a smaller model (--preset, or --init); gpt params MODEL --devices 1 shows what each needs",
         )
-    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
+    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1) + codes, host_memory()
     if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
-            f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
-            f"{host_bytes / 1e9:,.1f} GB are available",
-            "use a smaller --preset, or more machines with --shard full",
+            f"checkpoints{' and probabilities of teachers' * bool(codes)} take {copies / 1e9:,.1f} GB of host memory, "
+            f"but only {host_bytes / 1e9:,.1f} GB are available",
+            "use a smaller model, or more machines with --shard full",
         )
 
 

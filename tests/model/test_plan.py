@@ -12,14 +12,15 @@ from conftest import Gpt, one_line_of_what_and_what_next
 from models import rank_parameters
 
 from benchmarks import plan as plan_page
-from gpt.config import PRESETS, TrainConfig
+from gpt.config import PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute
+from gpt.errors import UserError
 from gpt.model.memory import Setup, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import USABLE, fits, plans, setups, step_rows, with_largest_micro_batch
 from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
-from gpt.training.recipe import resolve
+from gpt.training.recipe import Recipe, check_model, resolve
 
 # Training FLOPs for 300 billion tokens (Brown et al. 2020, table D.1)
 TABLE_D1 = {
@@ -105,6 +106,21 @@ def test_plan_has_the_micro_batch_of_gpt_train(
     plan_config = PlanConfig(kind=kind, devices=1, recompute="off", dtype=dtype)
     [plan] = plans(shape, plan_config, PRESETS[preset].batch_tokens)
     assert (recipe.micro_batch, recipe.loss_chunk) == (plan.setup.micro_batch, plan.setup.loss_chunk)
+
+
+def test_frozen_base_leaves_memory_for_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 1.5B base model in bfloat16 on a GPU with 16 GB. In float32 with two moments it would take 24."""
+    monkeypatch.setattr(Compute, "memory", lambda compute: 16 * 10**9)
+    compute, base = Compute(torch.device("cuda"), torch.bfloat16), PRESETS["gpt2-xl"].model
+    config = TrainConfig(init="base", lora_rank=8, steps=1, block_size=512, batch_tokens=2**14)
+
+    def planned(shape: GPTConfig) -> Recipe:
+        return resolve(config, compute, 10**9, 10**9, base.vocab_size, False, lambda note: None, shape)
+
+    assert planned(base).micro_batch == 4
+    check_model(planned(base), compute, 1)
+    with pytest.raises(UserError, match=r"8,[\d,]+ parameters take 16\.\d GB in training"):
+        check_model(planned(replace(base, n_layer=260)), compute, 1)
 
 
 def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:

@@ -298,9 +298,16 @@ def test_too_little_memory_is_refused_before_allocation(monkeypatch: pytest.Monk
     recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 1)
     host, memory = 2**22, 2**50
     monkeypatch.setattr(recipe, "host_memory", lambda: host)
-    with pytest.raises(UserError, match=r"host memory: [\d.,]+ GB, but only 0.0 GB"):
+    with pytest.raises(UserError, match=r"checkpoints take [\d.,]+ GB of host memory, but only 0.0 GB"):
         recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
-    host = memory
+    host = 2**30
     recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
+    with pytest.raises(UserError, match=r"checkpoints and probabilities of teachers take 1.1 GB of host memory"):
+        recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1, codes=2**30)
+    memory = 2**30
+    recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 1)
+    with pytest.raises(UserError, match=r"parameters take 1.1 GB"):
+        recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 2, here=2, codes=2**31)
+    host = memory = 2**50
     with pytest.raises(UserError, match=r"too many sizes"):
         resolved(batch_tokens=2**25, batch_ramp=10**12, micro_batch="1", **{**small, "block_size": 1})
