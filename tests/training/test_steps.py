@@ -15,7 +15,7 @@ from conftest import losses, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
-from gpt.config import TrainConfig
+from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute, Download
 from gpt.errors import Interrupted, UserError
 from gpt.model import memory
@@ -23,6 +23,7 @@ from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.cpu_step import GradientProgram
+from gpt.training.evaluation import EVAL_TOKENS, windows_to_evaluate
 from gpt.training.optim import make_optimizer
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.strategy import Single
@@ -283,6 +284,15 @@ def test_huge_step_counts_resolve_immediately(text: Path) -> None:
         resolved(epochs=1e15, n_tokens=10**6, **small)
     with pytest.raises(UserError, match="^minutes is 1e\\+300; it must be between 0 and 10,000,000"):
         TrainConfig(minutes=1e300)
+
+
+def test_pairs_are_evaluated_on_as_many_tokens_as_text() -> None:
+    """Pairs of 105 tokens in a context of 1,024."""
+    config, base = TrainConfig(init="base", pairs=True), PRESETS["gpt2"].model
+    compute = Compute(torch.device("cpu"), torch.float32)
+    plan = recipe.resolve(config, compute, 400_000, 105_000, 50_257, True, lambda note: None, base, 1000)
+    assert plan.model.block_size == 1024
+    assert windows_to_evaluate(plan) == EVAL_TOKENS[0] // 105
 
 
 def test_too_little_memory_is_refused_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
