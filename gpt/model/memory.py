@@ -115,8 +115,7 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     """Counts a rank's bytes in any training step after the first, which creates the optimizer state."""
     rank_counts = counts(config, setup.tensor)
     positions = setup.micro_batch * config.block_size
-    n_adapter = sum(map(math.prod, setup.adapters))
-    trained = FLOAT * (n_adapter or sum(rank_counts.values()))
+    trained = FLOAT * (sum(map(math.prod, setup.adapters)) or sum(rank_counts.values()))
     gradients = -(-trained // setup.shard_ranks)
     parameters = gradients + setup.weight_width * sum(rank_counts.values()) * bool(setup.adapters)
     state = 2 * gradients if setup.adapters else -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
@@ -151,7 +150,7 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments, teachers)
 
 
-def accumulates_whole_gradients(config: GPTConfig, tensor: int, memory: int) -> bool:
+def accumulates_whole(config: GPTConfig, tensor: int, memory: int) -> bool:
     """Whether sharded ranks, with ``memory`` bytes each, accumulate unsharded gradients, which saves communication."""
     return FLOAT * sum(counts(config, tensor).values()) < WHOLE_GRADIENTS * memory
 
@@ -172,9 +171,8 @@ def count_saved_bytes(config: GPTConfig, setup: Setup) -> int:
     activations (with recomputation, only their inputs)."""
     C, T = config.n_embd, config.block_size
     per_block = setup.stream * C if setup.recompute else block(config, setup)
-    saved = (
-        setup.micro_batch * T * (config.n_layer * per_block + setup.norm * C + _dropout_bytes(config, setup, FLOAT) * C)
-    )
+    outside = (setup.norm + _dropout_bytes(config, setup, FLOAT)) * C
+    saved = setup.micro_batch * T * (config.n_layer * per_block + outside)
     if setup.recompute:
         return saved
     # All sequences share the narrower copies of RoPE cosines and sines, and the masks of fused sliding-window

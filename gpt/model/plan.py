@@ -5,14 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.memory import (
-    Setup,
-    StepMemory,
-    accumulates_whole_gradients,
-    count_step_memory,
-    divisors,
-    logits_at_once,
-)
+from gpt.model.memory import Setup, StepMemory, accumulates_whole, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
@@ -116,7 +109,7 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
                 shard=shard,
                 tensor=tensor,
                 device="cpu" if request.kind == "cpu" else "cuda",
-                whole_gradients=accumulates_whole_gradients(config, tensor, memory),
+                whole_gradients=accumulates_whole(config, tensor, memory),
             )
             if request.micro_batch is None:
                 yield with_largest_micro_batch(config, setup, rank_rows, memory)

@@ -11,7 +11,7 @@ from gpt.config import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, Train
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model import lora
-from gpt.model.memory import Setup, accumulates_whole_gradients, count_step_memory, divisors
+from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.parallel.world import World
@@ -442,7 +442,7 @@ def _memory_setup(
         device="cuda" if compute.device.type == "cuda" else "cpu",
         teachers=tuple(teachers),
         adapters=tuple(adapters.values()),
-        whole_gradients=accumulates_whole_gradients(model, settings.tensor, compute.memory()),
+        whole_gradients=accumulates_whole(model, settings.tensor, compute.memory()),
     )
 
 

@@ -23,7 +23,7 @@ from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model import lora
 from gpt.model.decoder import GPT
-from gpt.model.memory import accumulates_whole_gradients
+from gpt.model.memory import accumulates_whole
 from gpt.parallel.world import COLLECTIVE_TIMEOUT, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
@@ -330,8 +330,8 @@ def shard(
 
     grid = Grid(world.data_size, recipe.tensor, recipe.shard == "full")
     mesh = world.mesh(compute.device.type)
-    accumulates_whole = accumulates_whole_gradients(recipe.model, recipe.tensor, compute.memory())
-    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients, accumulates_whole)
+    whole = accumulates_whole(recipe.model, recipe.tensor, compute.memory())
+    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients, whole)
     sharded.allocate(compute.device)
     if path is not None:
         checkpoint.load_parts(path, recipe.model, sharded.fill)
