@@ -80,11 +80,6 @@ class Setup:
         """Whether matrix products use copies in a narrower dtype."""
         return self.dtype != "float32"
 
-    @property
-    def copies_weights(self) -> bool:
-        """Whether the weights are not in the dtype of matrix products."""
-        return self.weight_width != self.width
-
 
 @dataclass(frozen=True)
 class StepMemory:
@@ -250,9 +245,10 @@ def loss_bytes(config: GPTConfig, setup: Setup) -> int:
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
-    copy = s * (setup.copies_weights or columns != V)
+    narrows = s * (setup.weight_width != s)
+    copy = narrows if columns == V else s
     gradient = 0 if setup.adapters else 2 * FLOAT if n < positions else s
-    x = positions * C * (setup.weight_width + s * setup.copies_weights + 2 * s)
+    x = positions * C * (setup.weight_width + narrows + 2 * s)
     teachers = positions * setup.stream * sum(teacher.n_embd for teacher in setup.teachers)
     teachers += n * (s + 2 * FLOAT) * V * bool(setup.teachers)  # their logits, probabilities and mean
     return x + n * (s + FLOAT) * columns + (copy + gradient) * V * C + teachers
