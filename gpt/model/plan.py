@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.memory import Setup, StepMemory, count_step_memory, divisors, logits_at_once
+from gpt.model.memory import Setup, StepMemory, accumulates_whole, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
@@ -109,6 +109,7 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
                 shard=shard,
                 tensor=tensor,
                 device="cpu" if request.kind == "cpu" else "cuda",
+                whole_gradients=accumulates_whole(config, tensor, memory),
             )
             if request.micro_batch is None:
                 yield with_largest_micro_batch(config, setup, rank_rows, memory)
@@ -133,7 +134,7 @@ def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
     if setup.device == "cuda":
         return int(USABLE * memory)
     step = count_step_memory(config, setup)
-    permanent = step.parameters + step.gradients + step.optimizer + step.teachers + step.snapshot
+    permanent = step.minimum + step.snapshot
     return permanent + int(CPU_SHARE * max(0, memory - permanent))
 
 

@@ -9,7 +9,8 @@ import torch
 from gpt.config import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.memory import Setup, count_step_memory, divisors
+from gpt.model import lora
+from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.peaks import host_memory
@@ -42,6 +43,9 @@ COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
 MAX_STEPS = 2**53
+# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
+# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
+MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
@@ -464,7 +468,7 @@ def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows:
     memory."""
     if config.dropout is None and config.init is None and not facts.teachers:
         model = replace(model, dropout=DROPOUT)
-    setup = replace(_memory_setup(config, auto_optimizer(config, model), facts), recompute=config.recompute)
+    setup = replace(_memory_setup(config, model, auto_optimizer(config, model), facts), recompute=config.recompute)
     if config.micro_batch == "auto":
         return with_largest_micro_batch(model, setup, rows, facts.memory)
     return with_loss_chunks(
@@ -472,7 +476,11 @@ def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows:
     )
 
 
-def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, facts: Facts) -> Setup:
+def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: Optimizer, facts: Facts) -> Setup:
+    adapters = {}
+    if settings.lora_rank:
+        roles = lora.find_roles(settings.lora_targets or "all", model)
+        adapters = lora.adapter_shapes(model, settings.lora_rank, roles)
     return Setup(
         dtype=facts.dtype,
         optimizer=optimizer,
@@ -481,37 +489,39 @@ def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, facts: F
         tensor=settings.tensor,
         device="cuda" if facts.device == "cuda" else "cpu",
         teachers=facts.teachers,
+        adapters=tuple(adapters.values()),
+        whole_gradients=accumulates_whole(model, settings.tensor, facts.memory),
     )
 
 
 def check_model(recipe: Recipe, facts: Facts) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
-    memory. Otherwise, the system would kill the process. Skips adapters, because their moments are small."""
-    model, memory = recipe.model, facts.memory
-    if recipe.lora_rank:
-        return
-    setup = _memory_setup(recipe, recipe.optimizer, facts)
+    memory. Otherwise, the system would kill the process."""
+    model, memory, here = recipe.model, facts.memory, facts.local_processes
+    setup = _memory_setup(recipe, model, recipe.optimizer, facts)
+    is_read = facts.teachers and not facts.rows and can_read(facts.tokens, recipe)
+    codes = facts.tokens * model.vocab_size if is_read else 0  # once per machine
     step = count_step_memory(model, setup)
-    n_bytes = (
-        step.parameters
-        + step.gradients
-        + step.optimizer
-        + step.teachers
-        + (step.snapshot if setup.device == "cpu" else 0)
-    )
+    n_bytes = step.minimum + (step.snapshot + codes // here if setup.device == "cpu" else 0)
     if n_bytes > memory:
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
             f"optimizer state{', teachers' * bool(facts.teachers)}), but only {memory / 1e9:,.1f} GB are available",
-            "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
+            "use a smaller model (--preset, or --init); gpt params MODEL --devices 1 shows what each needs",
         )
-    copies, host_bytes = step.snapshot * (facts.local_processes if recipe.is_sharded else 1), facts.host_memory
+    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1) + codes, facts.host_memory
     if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
-            f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
-            f"{host_bytes / 1e9:,.1f} GB are available",
-            "use a smaller --preset, or more machines with --shard full",
+            f"checkpoints{' and probabilities of teachers' * bool(codes)} take {copies / 1e9:,.1f} GB of host memory, "
+            f"but only {host_bytes / 1e9:,.1f} GB are available",
+            "use a smaller model, or more machines with --shard full",
         )
+
+
+def can_read(tokens: int, recipe: Recipe) -> bool:
+    """Whether teachers read a text of so many tokens before the run."""
+    V = recipe.model.vocab_size
+    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
 
 def parse_micro_batch(text: str, rows: int) -> int:

@@ -23,7 +23,7 @@ from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model import lora
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
+from gpt.model.memory import accumulates_whole
 from gpt.parallel.world import COLLECTIVE_TIMEOUT, World
 from gpt.runs import checkpoint
 from gpt.runs.tensors import Array, Deferred
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WEIGHT, MOMENT = "weight:", "optimizer:"  # prefixes of tensor names in a state
-WHOLE_GRADIENTS = 0.25  # maximum share of device memory that unsharded gradients may take
 
 
 class Strategy:
@@ -331,9 +330,8 @@ def shard(
 
     grid = Grid(world.data_size, recipe.tensor, recipe.shard == "full")
     mesh = world.mesh(compute.device.type)
-    gradient_bytes = 4 * breakdown(recipe.model).trainable // recipe.tensor
-    accumulates_whole = gradient_bytes < WHOLE_GRADIENTS * compute.memory()
-    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients, accumulates_whole)
+    whole = accumulates_whole(recipe.model, recipe.tensor, compute.memory())
+    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients, whole)
     sharded.allocate(compute.device)
     if path is not None:
         checkpoint.load_parts(path, recipe.model, sharded.fill)

@@ -21,12 +21,9 @@ from gpt.text.batches import Batches, Int64s
 from gpt.text.tokenizer import Tokenizer
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.recipe import Facts, Recipe, divide_time, plan
+from gpt.training.recipe import Facts, Recipe, can_read, divide_time, plan
 
 TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
-# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
-# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
-MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 READ_TOKENS = 8192  # positions of a text that teachers read at once
 # A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
 # parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
@@ -137,12 +134,6 @@ def count_teacher_steps(config: TrainConfig, facts: Facts) -> int:
         except UserError as error:
             raise UserError(error.message, "use more --minutes, or --teachers 0") from None
     return max(1, steps // (config.teachers or 1))
-
-
-def can_read(tokens: int, recipe: Recipe) -> bool:
-    """Whether teachers read a text of so many tokens before the run."""
-    V = recipe.model.vocab_size
-    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
 
 def find_teacher(name: str) -> InitCheckpoint:

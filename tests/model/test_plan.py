@@ -11,7 +11,8 @@ from conftest import Gpt, facts, one_line_of_what_and_what_next
 from models import rank_parameters
 
 from benchmarks import plan as plan_page
-from gpt.config import PRESETS, TrainConfig
+from gpt.config import PRESETS, GPTConfig, TrainConfig
+from gpt.errors import UserError
 from gpt.model.memory import Setup, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import USABLE, fits, plans, setups, step_rows, with_largest_micro_batch
@@ -101,6 +102,23 @@ def test_plan_has_the_micro_batch_of_gpt_train(preset: str, kind: str, dtype: An
     assert (planned.micro_batch, planned.loss_chunk) == (plan.setup.micro_batch, plan.setup.loss_chunk)
 
 
+def test_frozen_base_leaves_memory_for_activations() -> None:
+    """A 1.5B base model in bfloat16 on a GPU with 16 GB. In float32 with two moments it would take 24."""
+    base = PRESETS["gpt2-xl"].model
+    config = TrainConfig(init="base", lora_rank=8, steps=1, block_size=512, batch_tokens=2**14)
+
+    def known(base: GPTConfig) -> recipe.Facts:
+        vocab_size = base.vocab_size
+        return facts(tokens=10**9, vocab_size=vocab_size, device="cuda", dtype="bfloat16", memory=16 * 10**9, base=base)
+
+    planned = recipe.plan(config, known(base))
+    assert planned.micro_batch == 4
+    recipe.check_model(planned, known(base))
+    large = known(replace(base, n_layer=260))
+    with pytest.raises(UserError, match=r"8,[\d,]+ parameters take 17\.0 GB in training"):
+        recipe.check_model(recipe.plan(config, large), large)
+
+
 def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:
     config, memory = PRESETS["gpt2"].model, 16 * 10**9
     setup = with_largest_micro_batch(config, Setup(), 96, memory)
@@ -144,7 +162,7 @@ def test_explicit_options_are_kept_and_accepted_by_train(gpt: Gpt) -> None:
     config = PRESETS["gpt3-6.7b"].model
     plan_config = PlanConfig(devices=8, shard="full", tensor=2, micro_batch=2, recompute="on", optimizer="adamw")
     *_, plan = plans(config, plan_config, 2**21)
-    assert plan.setup == Setup(2, True, "bfloat16", "adamw", True, 0, 4, True, 2)
+    assert plan.setup == Setup(2, True, "bfloat16", "adamw", True, 0, 4, True, 2, whole_gradients=True)
     printed_config = gpt("train", "--preset", "gpt3-6.7b", "--nproc", "8", *plan.options.split(), "--print-config").out
     assert all(
         line in printed_config for line in ('shard = "full"', "tensor = 2", 'micro_batch = "2"', "recompute = true")

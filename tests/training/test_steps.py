@@ -15,7 +15,7 @@ from conftest import facts, losses, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
-from gpt.config import TrainConfig
+from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute, Download
 from gpt.errors import Interrupted, UserError
 from gpt.model import memory
@@ -23,6 +23,7 @@ from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.cpu_step import GradientProgram
+from gpt.training.evaluation import EVAL_TOKENS, windows_to_evaluate
 from gpt.training.optim import make_optimizer
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.strategy import Single
@@ -285,6 +286,15 @@ def test_huge_step_counts_resolve_immediately(text: Path) -> None:
         TrainConfig(minutes=1e300)
 
 
+def test_pairs_are_evaluated_on_as_many_tokens_as_text() -> None:
+    """Pairs of 105 tokens in a context of 1,024."""
+    base = PRESETS["gpt2"].model
+    known = facts(bytes=400_000, tokens=105_000, vocab_size=50_257, base=base, rows=1000)
+    planned = recipe.plan(TrainConfig(init="base", pairs=True), known)
+    assert planned.model.block_size == 1024
+    assert windows_to_evaluate(planned) == EVAL_TOKENS[0] // 105
+
+
 def test_too_little_memory_is_refused_before_allocation() -> None:
     known = facts(memory=2**33, host_memory=2**33)
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8}
@@ -295,9 +305,12 @@ def test_too_little_memory_is_refused_before_allocation() -> None:
         recipe.check_model(resolved(n_layer=2**14), known)
     recipe.check_model(resolved(), known)
     gpu = facts(device="cuda", memory=2**50, host_memory=2**22)
-    with pytest.raises(UserError, match=r"host memory: [\d.,]+ GB, but only 0.0 GB"):
+    with pytest.raises(UserError, match=r"checkpoints take [\d.,]+ GB of host memory, but only 0.0 GB"):
         recipe.check_model(resolved(), gpu)
     recipe.check_model(resolved(), facts(device="cuda", memory=2**50))
+    codes = {"tokens": 2**20, "vocab_size": 1000, "teachers": (resolved().model,), "host_memory": 2**30}
+    with pytest.raises(UserError, match=r"checkpoints and probabilities of teachers take 1\.\d GB of host memory"):
+        recipe.check_model(resolved(), facts(device="cuda", memory=2**50, **codes))
     with pytest.raises(UserError, match=r"too many sizes"):
         ramp = {**small, "block_size": 1, "batch_tokens": 2**25, "batch_ramp": 10**12}
         recipe.plan(TrainConfig(**ramp, micro_batch="1"), facts(host_memory=2**50))

@@ -37,7 +37,6 @@ from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, 
 from gpt.model.memory import Setup, count_step_memory
 from gpt.text.batches import Batches
 from gpt.training import recipe
-from gpt.training import teachers as teachers_module
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
@@ -220,7 +219,7 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn(
     family: str, settings: dict[str, Any], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The teacher does not read the text beforehand, so it has the pupil's context."""
-    monkeypatch.setattr(teachers_module, "MAX_LESSON_BYTES", 0)
+    monkeypatch.setattr(recipe, "MAX_LESSON_BYTES", 0)
     base = save(Path("base"), loud(SHAPES[family], 1))
     lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(40)]
     Path("pairs.jsonl").write_text("\n".join(lines))
