@@ -214,7 +214,7 @@ class Planner:
         """Raises `UserError` on all ranks if the run does not fit into memory."""
         world = self.session.world
         world.raise_on_all(
-            partial(check_model, recipe, self.compute, world.data_size, world.local_size, self.teachers.shapes)
+            partial(check_model, recipe, self.compute, world.size, world.local_size, self.teachers.shapes)
         )
 
     def resolve(
@@ -226,7 +226,7 @@ class Planner:
             world,
             lambda: resolve(
                 config, self.compute, data.bytes, data.tokens, data.tokenizer.vocab_size, data.held_out_tokens > 0,
-                note, shape, data.rows, world.data_size, max_tokens, self.teachers.shapes,
+                note, shape, data.rows, world.size, max_tokens, self.teachers.shapes,
             ),
         )  # fmt: skip
 
@@ -271,7 +271,7 @@ def time_steps(
 
     while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
         start = time.perf_counter()
-        x, y, *lesson = batches.global_batch(len(seconds), world.data_rank, world.data_size)
+        x, y, *lesson = batches.global_batch(len(seconds), world.rank, world.size)
         stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
         seconds.append(time.perf_counter() - start)
     return seconds

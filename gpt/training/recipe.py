@@ -49,7 +49,7 @@ BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
 
 COPIED_SETTINGS = (
-    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
+    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "recompute"
 )  # fmt: skip
 
 
@@ -83,8 +83,7 @@ class Recipe:
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
-    shard: Literal["none", "full"] = "none"  # whether data ranks shard weights, gradients and moments
-    tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
+    shard: Literal["none", "full"] = "none"  # whether ranks shard weights, gradients and moments
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
     # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
@@ -99,7 +98,7 @@ class Recipe:
     @property
     def is_sharded(self) -> bool:
         """Whether each process has only a shard of the weights."""
-        return self.shard == "full" or self.tensor > 1
+        return self.shard == "full"
 
     def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
         """Whether the forward and backward pass compile into one program. This needs a single process on a CPU that
@@ -197,7 +196,6 @@ def resolve(
     preset = find_preset(name) if start is None else replace(find_preset(name), model=start)
     model = _model_shape(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
     optimizer = auto_optimizer(config, model)
-    check_heads(model, config.tensor)
     _check_contexts(model, config, teachers)
     if start is not None:
         default_epochs = finetune.choose_epochs(n_tokens, pairs > 0, model, compute.device.type)
@@ -290,17 +288,6 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
     if config.init is None:
         return lr
     return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
-
-
-def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless ``tensor`` divides the number of key/value heads, and therefore of query heads, and the
-    MLP's width."""
-    for what, size in (("heads", model.kv_heads), ("MLP units", model.mlp_width)):
-        if size % tensor:
-            raise UserError(
-                f"the model's {size:,} {what} cannot be split evenly over {tensor} processes (--tensor {tensor})",
-                "use one of " + ", ".join(map(str, divisors(math.gcd(model.kv_heads, model.mlp_width)))),
-            )
 
 
 def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GPTConfig]) -> None:
@@ -431,7 +418,6 @@ def _memory_setup(
         optimizer=optimizer,
         data=processes,
         shard=settings.shard == "full",
-        tensor=settings.tensor,
         device="cuda" if compute.device.type == "cuda" else "cpu",
         teachers=tuple(teachers),
     )

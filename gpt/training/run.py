@@ -68,7 +68,6 @@ def train(
         world.assert_same({"text": list(map(str, texts)), **asdict(config), **_code_versions()})
         world.raise_on_all(lambda: logs.check(config.log))
         compute = world.raise_on_all(lambda: device.pick(config.device, config.dtype, training=True))
-        world.raise_on_all(lambda: world.divide(config.tensor))
         with contextlib.ExitStack() as until_ended, contextlib.ExitStack() as until_first_step:
             prepared = None
             if world.is_main:
@@ -207,7 +206,6 @@ def open_inputs(
     """Opens a run's device, data, base model and teachers on all ranks. ``prepared`` is what a rank already has."""
     world, note = session.world, session.note
     compute = world.place(world.raise_on_all(lambda: restore_compute(started, changes, world.size, note)))
-    world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
     init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
     found = world.raise_on_all(lambda: prepared.teachers if prepared else restore_teachers(started, world))
     data = prepared.data if prepared else None
@@ -250,7 +248,7 @@ def open_run(
     elif started.saved is not None:
         budget = started.saved.budget
     step = started.saved.state.step if started.saved else 0
-    recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
+    recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.size))
     start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
     record = started.record if started.saved else data_record(started.record, data, init, inputs.teachers)
     log = str(changes.get("log", started.config.log))

@@ -68,7 +68,7 @@ class Stepper:
         self.on_halved, self.on_uncompiled = on_halved, on_uncompiled
         self.model, self.optimizer, self.compute = strategy.model, strategy.optimizer, strategy.compute
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
-        self.full_rows = recipe.rows // self.world.data_size  # rows of a full batch; a ramp starts with fewer
+        self.full_rows = recipe.rows // self.world.size  # rows of a full batch; a ramp starts with fewer
         self.scaler = strategy.scaler()
         self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight)
         self.wrapped = strategy.wrap(self.objective)
