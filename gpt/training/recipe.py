@@ -186,7 +186,7 @@ def resolve(
     """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
 
     In fine-tuning, ``start`` is the base model's shape, and ``token_budget`` is the number of tokens that there is time
-    for. ``pairs`` is the number of example rows, or 0 for text. ``processes`` is the number of data ranks. ``teachers``
+    for. ``pairs`` is the number of example rows, or 0 for text. ``processes`` is the number of ranks. ``teachers``
     are the teachers' shapes. Calls ``note`` about changed settings. Raises `UserError` for settings that contradict
     each other or the text.
     """
@@ -429,7 +429,7 @@ def check_model(
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
     memory. Otherwise, the system would kill the process.
 
-    ``processes`` counts data ranks, ``here`` all ranks on this machine. Skips adapters, because their moments are
+    ``processes`` counts all ranks, ``here`` those on this machine. Skips adapters, because their moments are
     small.
     """
     model, memory = recipe.model, compute.memory()

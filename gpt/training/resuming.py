@@ -318,7 +318,7 @@ def open_data(
 def apply_changes(
     recipe: Recipe, changes: Mapping[str, Any], step: int, note: Callable[[str], None], processes: int = 1
 ) -> Recipe:
-    """Applies ``changes`` to the recipe, for ``processes`` data ranks. Raises `UserError` for fewer steps or a batch
+    """Applies ``changes`` to the recipe, for ``processes`` ranks. Raises `UserError` for fewer steps or a batch
     that the processes cannot split evenly."""
     check_even_split(recipe.rows, processes)
     if recipe.ramp and recipe.ramp.by % processes:

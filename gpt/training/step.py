@@ -204,7 +204,7 @@ class Stepper:
     def gradients(self, x: Tensor, y: Tensor, *lesson: Tensor) -> Tensor:
         """Computes the gradients of the mean loss over all counted targets. Returns the mean loss.
 
-        Inputs x and targets y, (rows, T), are this data rank's share of the batch. In float16, the gradients are
+        Inputs x and targets y, (rows, T), are this rank's share of the batch. In float16, the gradients are
         scaled. An OOM permanently halves the micro-batch; the gradients are equal up to rounding. A replica cannot
         repeat a step while others wait for its gradients. So replicas first try each micro-batch that is larger than
         any before; if one replica fails, all do. Sharded ranks cannot retry, because their forward passes are
