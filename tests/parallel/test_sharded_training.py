@@ -101,7 +101,7 @@ def test_families_train_and_resume_alike_in_one_process_and_in_shards(
         actual, expected = state_of(run), state_of(one)
         assert set(actual) == set(expected)
         for key, tensor in expected.items():
-            if name.startswith("gpt2") and "c_attn.bias" in key:
+            if name.startswith("gpt2") and "c_attn.bias" in key and tensor.dim():
                 # Without RoPE, a bias of keys has no effect, so its gradient is noise.
                 for noise in (actual[key], tensor):
                     noise[len(noise) // 3 : 2 * len(noise) // 3] = 0
