@@ -5,6 +5,7 @@ Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the sam
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -44,7 +45,6 @@ class Setup:
     loss_chunk: int = 0  # positions per chunk of logits; if 0, `positions_at_once` decides
     data: int = 1  # data-parallel ranks
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
-    tensor: int = 1  # tensor-parallel ranks
     device: Literal["cuda", "cpu"] = "cuda"
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the models to learn from
     adapters: tuple[Shape, ...] = ()  # shapes of LoRA's A and B of each map, in turn; if empty, all weights are trained
@@ -108,7 +108,7 @@ class StepMemory:
 
 def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     """Counts a rank's bytes in any training step after the first, which creates the optimizer state."""
-    rank_counts = counts(config, setup.tensor)
+    rank_counts = counts(config)
     positions = setup.micro_batch * config.block_size
     trained = FLOAT * (sum(map(math.prod, setup.adapters)) or sum(rank_counts.values()))
     gradients = -(-trained // setup.shard_ranks)
@@ -125,10 +125,10 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
     accumulated = (trained if setup.shard and setup.whole_gradients else gradients) * (
-        setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1)
+        setup.accumulates or (setup.data > 1 and not setup.shard)
     )
     # A block's backward pass needs MLP gradients, gathered weights, and recomputed activations.
-    block_backward = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
+    block_backward = positions * setup.width * config.mlp_width * (2 if config.mlp == "swiglu" else 1)
     block_backward += blocks * setup.shard
     recomputed = positions * block(config, setup) * setup.recompute
     # Float32 gradient of the embedding. A tied embedding gets gradients from the logits first and from the ids last.
@@ -145,9 +145,9 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments, teachers)
 
 
-def accumulates_whole(config: GPTConfig, tensor: int, memory: int) -> bool:
+def accumulates_whole(config: GPTConfig, memory: int) -> bool:
     """Whether sharded ranks, with ``memory`` bytes each, accumulate unsharded gradients, which saves communication."""
-    return FLOAT * sum(counts(config, tensor).values()) < WHOLE_GRADIENTS * memory
+    return FLOAT * sum(counts(config).values()) < WHOLE_GRADIENTS * memory
 
 
 def teacher_weights(teacher: GPTConfig, setup: Setup) -> int:
@@ -183,10 +183,9 @@ def block(config: GPTConfig, setup: Setup) -> int:
     """Bytes per position that a block saves for its gradient: norm inputs, linear inputs, the MLP's hidden layer,
     dropout masks, attention tensors, and A x of each adapter."""
     C, s = config.n_embd, setup.width
-    sharded = s * (config.n_head * config.head_size + SAVED_BY_MLP[config.mlp] * config.mlp_width)
-    replicated = 2 * (setup.norm + s + _dropout_bytes(config, setup, s)) * C
-    replicated += s * sum(rows for rows, _ in setup.adapters[::2]) // config.n_layer
-    return replicated + (sharded + _attention_bytes(config, setup)) // setup.tensor
+    inner = s * (config.n_head * config.head_size + SAVED_BY_MLP[config.mlp] * config.mlp_width)
+    inner += s * sum(rows for rows, _ in setup.adapters[::2]) // config.n_layer
+    return inner + 2 * (setup.norm + s + _dropout_bytes(config, setup, s)) * C + _attention_bytes(config, setup)
 
 
 def _dropout_bytes(config: GPTConfig, setup: Setup, width: int) -> int:
@@ -227,7 +226,7 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
     block's weights and its own gradients, all in the dtype of products. It also needs the previous block's gradients in
     float32, while they are sent.
     """
-    rank_counts, s = counts(config, setup.tensor), setup.width
+    rank_counts, s = counts(config), setup.width
     blocks = rank_counts["linear"] + rank_counts["bias"]
     if setup.adapters:
         pairs = zip(setup.adapters[::2], setup.adapters[1::2], strict=True)
@@ -279,12 +278,13 @@ def _update_bytes(config: GPTConfig, setup: Setup) -> int:
     intermediate results for matrices of one shape, and sharded matrices gathered from other ranks."""
     if setup.optimizer == "adamw":
         return 0
-    shards, n = setup.shard_ranks * setup.tensor, counts(config, setup.tensor)["linear"]
+    shards, n = setup.shard_ranks, counts(config)["linear"]
     if shards == 1:  # Copies of the weights in the dtype of matrix products.
         workspace = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
     else:
-        largest = max(p.numel for p in parameters(config) if p.is_matrix)
-        workspace = MUON_GATHERED * -(-config.n_layer // shards) * largest
+        shapes = [(n, p.shape[1]) for p in parameters(config) if p.is_matrix for n in p.fused or p.shape[:1]]
+        stacks = Counter(tuple(sorted(shape)) for shape in shapes)  # Ranks exchange one stack at a time.
+        workspace = MUON_GATHERED * max(-(-config.n_layer * k // shards) * math.prod(s) for s, k in stacks.items())
     return round(MUON_UPDATES * FLOAT * n / setup.shard_ranks + setup.width * workspace)
 
 

@@ -133,7 +133,7 @@ class Trainer:
         start, self.earlier_position = time.perf_counter(), self.position
         lr = state.rate_factor * recipe.lr_at(self.position + 1)
         world.seed(recipe.seed, state.step)
-        x, y, *lesson = self.batches.global_batch(state.step, world.data_rank, world.data_size)
+        x, y, *lesson = self.batches.global_batch(state.step, world.rank, world.size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
         state.step_seconds += time.perf_counter() - start
         self.report_pending()

@@ -88,7 +88,7 @@ def time_steps(
 
     while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
         start = time.perf_counter()
-        x, y, *lesson = batches.global_batch(len(seconds), world.data_rank, world.data_size)
+        x, y, *lesson = batches.global_batch(len(seconds), world.rank, world.size)
         stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
         seconds.append(time.perf_counter() - start)
     return seconds

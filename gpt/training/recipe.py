@@ -54,7 +54,7 @@ EVALUATIONS = 20  # default number of evaluations
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
 COPIED_SETTINGS = (
-    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
+    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "recompute"
 )  # fmt: skip
 
 
@@ -125,8 +125,7 @@ class Recipe:
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
-    shard: Literal["none", "full"] = "none"  # whether data ranks shard weights, gradients and moments
-    tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
+    shard: Literal["none", "full"] = "none"  # whether ranks shard weights, gradients and moments
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
     # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
@@ -142,7 +141,7 @@ class Recipe:
     @property
     def is_sharded(self) -> bool:
         """Whether each process has only a shard of the weights."""
-        return self.shard == "full" or self.tensor > 1
+        return self.shard == "full"
 
     def compiles_whole_step(self, device: str, processes: int) -> bool:
         """Whether the forward and backward pass compile into one program. This needs a single process on a CPU that
@@ -264,7 +263,6 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     preset = find_preset(name) if base is None else replace(find_preset(name), model=base)
     model = _model_shape(config, preset, 2**63 if facts.rows else facts.tokens, facts.vocab_size)
     optimizer = auto_optimizer(config, model)
-    check_heads(model, config.tensor)
     _check_contexts(model, config, facts.teachers)
     if base is not None:
         default_epochs = finetune.choose_epochs(facts.tokens, facts.rows > 0, model, facts.device)
@@ -362,17 +360,6 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
     if config.init is None:
         return lr
     return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
-
-
-def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless ``tensor`` divides the number of key/value heads, and therefore of query heads, and the
-    MLP's width."""
-    for what, size in (("heads", model.kv_heads), ("MLP units", model.mlp_width)):
-        if size % tensor:
-            raise UserError(
-                f"the model's {size:,} {what} cannot be split evenly over {tensor} processes (--tensor {tensor})",
-                "use one of " + ", ".join(map(str, divisors(math.gcd(model.kv_heads, model.mlp_width)))),
-            )
 
 
 def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: tuple[GPTConfig, ...]) -> None:
@@ -486,11 +473,10 @@ def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: O
         optimizer=optimizer,
         data=facts.processes,
         shard=settings.shard == "full",
-        tensor=settings.tensor,
         device="cuda" if facts.device == "cuda" else "cpu",
         teachers=facts.teachers,
         adapters=tuple(adapters.values()),
-        whole_gradients=accumulates_whole(model, settings.tensor, facts.memory),
+        whole_gradients=accumulates_whole(model, facts.memory),
     )
 
 

@@ -123,7 +123,6 @@ def resume(
 def check_machine(config: TrainConfig, world: World) -> Compute:
     """Chooses the device before rank 0 tokenizes. Raises `UserError` if this rank cannot train on it, or cannot log."""
     logs.check(config.log)
-    world.divide(config.tensor)
     compute = device.pick(config.device, config.dtype, training=True)
     world.place(compute)
     return compute
@@ -235,7 +234,6 @@ def open_inputs(started: StartedRun, changes: Mapping[str, Any], session: Sessio
     world = session.world
 
     def open_here() -> Inputs:
-        world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor)))
         compute = world.place(restore_compute(started, changes, world.size, session.note))
         if prepared is not None:
             inputs = replace(prepared, compute=compute)
@@ -258,7 +256,7 @@ def find_facts(inputs: Inputs, teachers: Teachers, world: World, costs: Costs | 
     data, init = inputs.data, inputs.init
     return Facts.on(
         inputs.compute, bytes=data.bytes, tokens=data.tokens, vocab_size=data.tokenizer.vocab_size,
-        held_out=data.held_out_tokens > 0, processes=world.data_size, local_processes=world.local_size, rows=data.rows,
+        held_out=data.held_out_tokens > 0, processes=world.size, local_processes=world.local_size, rows=data.rows,
         base=init.model if init else None, teachers=tuple(teachers.shapes), costs=costs,
     )  # fmt: skip
 
@@ -311,7 +309,7 @@ def open_run(
     step, seconds = (started.saved.state.step, started.saved.state.seconds) if started.saved else (0, 0.0)
 
     def change() -> Recipe:
-        changed = apply_changes(recipe, changes, step, session.note, world.data_size)
+        changed = apply_changes(recipe, changes, step, session.note, world.size)
         check_model(changed, facts)
         return changed
 

@@ -68,7 +68,7 @@ class Stepper:
         self.on_halved, self.on_uncompiled = on_halved, on_uncompiled
         self.model, self.optimizer, self.compute = strategy.model, strategy.optimizer, strategy.compute
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
-        self.full_rows = recipe.rows // self.world.data_size  # rows of a full batch; a ramp starts with fewer
+        self.full_rows = recipe.rows // self.world.size  # rows of a full batch; a ramp starts with fewer
         self.scaler = strategy.scaler()
         self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight)
         self.wrapped = strategy.wrap(self.objective)
@@ -204,7 +204,7 @@ class Stepper:
     def gradients(self, x: Tensor, y: Tensor, *lesson: Tensor) -> Tensor:
         """Computes the gradients of the mean loss over all counted targets. Returns the mean loss.
 
-        Inputs x and targets y, (rows, T), are this data rank's share of the batch. In float16, the gradients are
+        Inputs x and targets y, (rows, T), are this rank's share of the batch. In float16, the gradients are
         scaled. An OOM permanently halves the micro-batch; the gradients are equal up to rounding. A replica cannot
         repeat a step while others wait for its gradients. So replicas first try each micro-batch that is larger than
         any before; if one replica fails, all do. Sharded ranks cannot retry, because their forward passes are

@@ -31,7 +31,7 @@ from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
-from gpt.parallel.shard import Grid, ShardedModel
+from gpt.parallel.shard import ShardedModel
 from gpt.training.optim import Optimizers, make_optimizer
 from gpt.training.recipe import plan
 from gpt.training.step import Stepper
@@ -234,7 +234,7 @@ def test_estimate_matches_memory_held_by_a_step_on_a_cpu(kind: str, dropout: flo
 def four_ranks() -> Iterator[DeviceMesh]:
     """The first of four ranks. Its collectives move nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
-    yield init_device_mesh("cpu", (4, 1), mesh_dim_names=("data", "tensor"))
+    yield init_device_mesh("cpu", (4,))
     dist.destroy_process_group()
 
 
@@ -243,9 +243,8 @@ def test_estimate_matches_memory_held_by_a_sharded_step(four_ranks: DeviceMesh, 
     config, live = preset_shape("nano", n_layer=8), LiveBytes()
     setup = Setup(2, True, "float32", "adamw", data=4, shard=True, device="cpu", whole_gradients=whole)
     with live:
-        sharded = ShardedModel(config, Grid(4, 1, True), four_ranks, torch.float32, None, whole)
-        sharded.allocate(torch.device("cpu"))
-        optimizer = make_optimizer(sharded.own, "adamw", 0.1, torch.float32)
+        sharded = ShardedModel(config, four_ranks, torch.device("cpu"), torch.float32, whole)
+        optimizer = make_optimizer(sharded.model, "adamw", 0.1, torch.float32, parameters=sharded.parameters)
         x = torch.zeros(2, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
             for context in (sharded.no_sync(), contextlib.nullcontext()):

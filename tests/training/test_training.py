@@ -120,19 +120,19 @@ def test_parameter_groups_of_muon_and_adamw(decay: float, embedding_decay: float
     ]  # fmt: skip
     muon, adamw = parts = make_optimizer(model, "muon", decay).optimizers
     assert [group["weight_decay"] for part in parts for group in part.param_groups] == [
-        decay,
-        decay,
+        *3 * [decay],
         embedding_decay,
         0,
     ]
     names = {id(p): name for name, p in model.named_parameters()}
-    (fused, unfused), (embeddings, vectors) = (
+    (qkv, projections, mlp), (embeddings, vectors) = (
         [{names[id(p)] for p in group["params"]} for group in part.param_groups] for part in (muon, adamw)
     )
-    assert fused == {f"h.{layer}.attn.c_attn.weight" for layer in range(2)}
-    assert len(unfused) == 2 * 3
+    assert qkv == {f"h.{layer}.attn.c_attn.weight" for layer in range(2)}
+    assert mlp == {f"h.{layer}.mlp.c_fc.weight" for layer in range(2)}
+    assert len(projections) == 2 * 2
     assert embeddings == {"wte.weight", "wpe.weight"}
-    assert set(names.values()) == fused | unfused | embeddings | vectors
+    assert set(names.values()) == qkv | projections | mlp | embeddings | vectors
 
 
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
@@ -159,7 +159,7 @@ def test_compiled_muon_update_matches_and_compiles_once(monkeypatch: pytest.Monk
         if step == 0:
             compiled.optimizers[0].compile()
         if step == 3:
-            compiled.restore(copied_model, compiled.state(copied_model))
+            compiled.restore(compiled.state())
         for optimizer in (uncompiled, compiled):
             optimizer.set_lr(0.01 * (step + 1))
             optimizer.step(torch.tensor(step == 2))
@@ -173,7 +173,7 @@ def test_muon_matches_torch(shape: tuple[int, int]) -> None:
     """Singular values of torch.optim.Muon's updates vary between 0.7 and 1.2."""
     torch.manual_seed(0)
     actual, expected = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    muon = Muon([{"params": [actual]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
+    muon = Muon([{"params": [actual], "rows": shape[:1]}], lr=0.02, weight_decay=0.1, dtype=torch.bfloat16)
     oracle = torch.optim.Muon([expected], lr=0.02, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
     for _ in range(4):
         actual.grad = torch.randn(shape)
@@ -191,8 +191,8 @@ def test_query_key_and_value_are_orthogonalized_separately() -> None:
     fused.grad = torch.randn(24, 8)
     for part, grad in zip(parts, fused.grad.chunk(3), strict=True):
         part.grad = grad.clone()
-    Muon([{"params": [fused], "fused": (8, 8, 8)}], 0.1, 0.0, torch.float32).step()
-    Muon([{"params": parts}], 0.1, 0.0, torch.float32).step()
+    Muon([{"params": [fused], "rows": (8, 8, 8)}], 0.1, 0.0, torch.float32).step()
+    Muon([{"params": parts, "rows": (8,)}], 0.1, 0.0, torch.float32).step()
     assert torch.allclose(fused, torch.cat(parts), atol=1e-6)
 
 
