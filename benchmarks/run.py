@@ -264,7 +264,7 @@ def make_gpt_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool
     )  # fmt: skip
     recipe = resolve(settings, COMPUTE, 10**6, 10**6, config.vocab_size, False, print)
     model = GPT(recipe.model)
-    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, COMPUTE.dtype), COMPUTE), recipe, print)
+    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, COMPUTE.dtype), COMPUTE), recipe)
     if compiled and (failed := stepper.compile()):
         raise RuntimeError(failed)
     x, y = (torch.randint(config.vocab_size, (count, config.block_size)).numpy() for _ in range(2))

@@ -23,6 +23,7 @@ from gpt.training.context import Session
 from gpt.training.data import BatchSource, Dataset
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.finetune import InitCheckpoint
+from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import Recipe, broadcast, check_model, resolve
 from gpt.training.state import seed_all
@@ -115,7 +116,8 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
     recipe = resolve(replace(timing_config, **run_settings), compute, V, batch + 1, V, False, lambda text: None)
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe)
+    fit_micro_batch(stepper, T)
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, recipe.model.block_size))
     for _ in range(TIMING_STEPS[0]):
         stepper.step(ids, ids, 0.0).read()
@@ -235,9 +237,10 @@ class Planner:
         world, data = self.session.world, self.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.compute, world, self.init)
-        stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
+        stepper = Stepper(strategy, recipe, self.teachers, self.session.note)
+        fit_micro_batch(stepper, data.batches(recipe).length)
         if recipe.compile:
-            stepper.compile(self.session.note)  # The run itself reports compilation errors.
+            stepper.compile()  # The run itself reports compilation errors.
         batches, total = self.teachers.teach(data.batches(recipe)), 60 * (self.config.minutes or 0.0)
         max_seconds = PROBE_SHARE * total
         seconds = time_steps(stepper, batches, share * total, max_seconds)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
+from gpt import device
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.evaluate import Window
@@ -25,7 +26,7 @@ from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.parallel.world import COLLECTIVE_TIMEOUT, World
-from gpt.runs import checkpoint
+from gpt.runs import adapter, checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import BETAS, Muon, Optimizers, make_optimizer, scaled_directions, unfuse
@@ -44,9 +45,6 @@ class Strategy:
 
     ``model`` computes forward passes. ``own`` has the parameters that this process updates and saves, as plain tensors.
     """
-
-    can_retry = True  # whether a step can be repeated with smaller micro-batches after an OOM
-    needs_trial = False  # whether to try a larger micro-batch before the step, because no rank can repeat it alone
 
     def __init__(self, model: GPT, optimizer: Optimizers, compute: Compute, world: World | None = None) -> None:
         self.model = self.own = model
@@ -68,6 +66,16 @@ class Strategy:
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """A context in which backward passes accumulate gradients without an all-reduce."""
         return contextlib.nullcontext()
+
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        """A context for a backward pass whose gradients are not used. In it, replicas don't wait for each other, so one
+        of them can fail."""
+        return contextlib.nullcontext()
+
+    def zero_grad(self) -> None:
+        """Frees all gradients, including those of a failed backward pass."""
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
 
     def backward_loss(self, loss: Tensor) -> Tensor:
         """Scales the loss so that its gradients, averaged over data ranks, are the sum of all ranks' gradients."""
@@ -92,9 +100,39 @@ class Strategy:
         compute it."""
         return self.world.broadcast_object(work)
 
-    def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        """Loads a checkpoint's model for evaluation."""
-        return checkpoint.load(path, compute.device).model
+    @property
+    def evaluation_compute(self) -> Compute:
+        """The device and dtype of the last evaluation: the default of `gpt eval`, so that `gpt eval` reproduces the
+        loss."""
+        if self.compute.dtype == torch.float32:
+            return self.compute
+        return device.pick(str(self.compute.device), "auto")
+
+    def load(self, path: Path, recipe: Recipe) -> None:
+        """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
+        `gpt eval` does."""
+        if recipe.lora_rank:
+            self._load_merged(path, recipe)
+        else:
+            weights: dict[str, Tensor] = {}
+            checkpoint.load_parts(path, recipe.model, weights.__setitem__)
+            self.restore({WEIGHT + name: self.part(WEIGHT + name, tensor) for name, tensor in weights.items()})
+
+    @torch.no_grad()
+    def _load_merged(self, path: Path, recipe: Recipe) -> None:
+        """Reads the base model again, one parameter at a time, because its dtype in training can be too narrow."""
+        self.model.build_position_tables(self.compute.device)
+        adapters, roles = adapter.tensors(path, recipe.model, recipe.lora_rank)
+        for name, p in self.model.named_parameters():
+            if name in adapters:
+                p.zero_()
+
+        def put(name: str, value: Tensor) -> None:
+            p = self.model.get_parameter(name)
+            p.data = value.to(p.device, self.evaluation_compute.dtype, copy=True)
+
+        checkpoint.load_parts(adapter.read(path).find_base(path), recipe.model, put)
+        lora.merge(self.model, adapters, recipe.lora_alpha / recipe.lora_rank, roles)
 
     def state(self) -> dict[str, Tensor]:
         """The trained weights and moments that this process copies into snapshots, by prefixed name."""
@@ -131,8 +169,6 @@ class Single(Strategy):
 class Replicated(Strategy):
     """One of several processes, each with a full replica in torch's `DistributedDataParallel`."""
 
-    needs_trial = True
-
     def wrap(self, objective: nn.Module) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch will rename broadcast_buffers.
@@ -143,6 +179,9 @@ class Replicated(Strategy):
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.wrapped.no_sync()
+
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        return self.no_sync()
 
     def backward_loss(self, loss: Tensor) -> Tensor:
         return loss * self.world.data_size
@@ -170,8 +209,6 @@ class Replicated(Strategy):
 class Sharded(Strategy):
     """One of several processes, each with a shard of every parameter. Forward passes are collective."""
 
-    can_retry = False
-
     def __init__(self, sharded: "ShardedModel", optimizer: Optimizers, compute: Compute, world: World) -> None:
         from gpt.parallel.gather import CheckpointGatherer
 
@@ -196,8 +233,21 @@ class Sharded(Strategy):
         enabled = self.compute.dtype == torch.float16
         return ShardedGradScaler(self.compute.device.type, enabled=enabled, process_group=self.world.gradients)
 
+    @property
+    def evaluation_compute(self) -> Compute:
+        """As for one process, but on a GPU, blocks are gathered in the dtype of the training steps."""
+        return self.compute if self.compute.device.type == "cuda" else super().evaluation_compute
+
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.sharded.no_sync()
+
+    def zero_grad(self) -> None:
+        self.sharded.abandon_backward()
+        super().zero_grad()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.sharded.abandon_backward()  # After an evaluation, the gathered embeddings are still the old ones.
 
     def backward_loss(self, loss: Tensor) -> Tensor:
         return loss * self.world.data_size
@@ -230,9 +280,6 @@ class Sharded(Strategy):
 
     def compute_on_all(self, work: Callable[[], T]) -> T:
         return work()
-
-    def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        return shard(recipe, compute, self.world, path).model
 
     def part(self, name: str, full: Tensor) -> Tensor:
         if name not in self.gatherer.tensors:

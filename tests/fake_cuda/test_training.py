@@ -181,7 +181,7 @@ def make_stepper(device: torch.device) -> Stepper:
     torch.manual_seed(0)
     model = GPT(recipe.model).to(device)
     optimizer = make_optimizer(model, recipe.optimizer, 0.1, torch.float32)
-    return Stepper(Single(model, optimizer, compute), recipe, lambda n: None)
+    return Stepper(Single(model, optimizer, compute), recipe)
 
 
 def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:

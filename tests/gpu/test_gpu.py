@@ -81,7 +81,7 @@ class StepRunner:
         torch.manual_seed(0)
         model = GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-        self.stepper = Stepper(Single(model, self.optimizer, compute), recipe, lambda micro_batch: None)
+        self.stepper = Stepper(Single(model, self.optimizer, compute), recipe)
         assert self.stepper.uses_cuda_graph
         self.stepper.uses_cuda_graph = use_cuda_graph
         self.batches = np.random.default_rng(0).integers(1024, size=(9, recipe.rows, recipe.model.block_size))
@@ -216,7 +216,7 @@ def test_memory_estimate_matches_the_allocator(arch: Any, dropout: float, dtype:
     before = torch.cuda.memory_allocated()
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe)
     x = np.zeros((recipe.rows, recipe.model.block_size), np.int64)
     stepper.step(x, x, 0.0).read()
     torch.cuda.reset_peak_memory_stats()

@@ -151,7 +151,7 @@ def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
             for block in model.h:
                 block.forward = _recomputed(block.forward)
         optimizer = make_optimizer(model, setup.optimizer, 0.1, compute.dtype)
-        stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+        stepper = Stepper(Single(model, optimizer, compute), recipe)
         x = torch.zeros(rows, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
             loss = stepper.gradients(x, x)

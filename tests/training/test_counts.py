@@ -42,7 +42,7 @@ def make_stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> 
     recipe = resolve(config, compute, 10**6, 10**5, 101, False, lambda note: None)
     model = GPT(recipe.model).to(compute.device)
     optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    return Stepper(Single(model, optimizers, compute), recipe, lambda micro_batch: None)
+    return Stepper(Single(model, optimizers, compute), recipe)
 
 
 IDS = np.zeros((4, 16), np.int64)
@@ -63,7 +63,7 @@ def test_number_of_host_waits_in_training(disguise: Disguise, dtype: str, optimi
         device.waits.clear()
         snapshot = Snapshot()
         snapshot.take(stepper.strategy, stepper.scaler, TrainState())
-        save = "waits_of_a_save_of_a_scaled_loss" if stepper.has_loss_scale else "waits_of_a_save"
+        save = "waits_of_a_save_of_a_scaled_loss" if stepper.scaler.is_enabled() else "waits_of_a_save"
         waits[save] = len(device.waits)
         device.waits.clear()
         windows = [Window(0, 16 * n, IDS[0], IDS[0], 0) for n in range(4)]

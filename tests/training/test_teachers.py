@@ -112,7 +112,7 @@ def test_steps_have_the_gradients_of_the_definition(
     settings = {"batch_tokens": 64, "micro_batch": "2", "block_size": 16, "teacher": ("a", "b"), "teacher_weight": 0.6}
     plan = resolved_with(teachers, **settings)
     assert plan.teacher_weight == 0.6
-    stepper = Stepper(strategy, plan, lambda micro_batch: None, teachers=teachers)
+    stepper = Stepper(strategy, plan, teachers)
     if traced:
         assert stepper.compile() is None
         assert stepper.program is not None
@@ -175,7 +175,7 @@ def test_steps_learn_from_read_probabilities(traced: bool, monkeypatch: pytest.M
     plan = replace(
         resolved_with(teachers, batch_tokens=64, micro_batch="2", block_size=16), teacher_weight=0.6, weight_decay=0.1
     )
-    stepper = Stepper(strategy, plan, lambda micro_batch: None, teachers=teachers)
+    stepper = Stepper(strategy, plan, teachers)
     if traced:
         assert stepper.compile() is None
     batches = teachers.teach(Batches(Ids(np.random.default_rng(0).integers(257, size=100)), 16, 4, seed=4))
