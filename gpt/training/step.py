@@ -105,7 +105,7 @@ class Stepper:
         if self.program is not None and x.shape == self.program.shape:
             try:
                 return self.program(x, y, n_targets, lesson)
-            except RuntimeError as error:  # A failed program has not changed the gradients.
+            except RuntimeError as error:
                 self.program = None
                 self.on_uncompiled(first_line(error))
         with self.compute.autocast():

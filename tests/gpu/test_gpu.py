@@ -82,8 +82,9 @@ class StepRunner:
         model = GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
         self.stepper = Stepper(Single(model, self.optimizer, compute), recipe)
-        assert self.stepper.uses_cuda_graph
-        self.stepper.uses_cuda_graph = use_cuda_graph
+        assert self.stepper.graph is not None
+        if not use_cuda_graph:
+            self.stepper.graph = None
         self.batches = np.random.default_rng(0).integers(1024, size=(9, recipe.rows, recipe.model.block_size))
         if recipe.compile:
             assert self.stepper.compile() is None
@@ -113,6 +114,7 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
         torch.manual_seed(1)  # dropout seed
         runner.results = runner.run(range(5), 4) + runner.run(range(5, 9))  # type: ignore[attr-defined]
     assert captured.stepper.graph is not None
+    assert captured.stepper.graph.graph is not None
     tolerance = 1e-5 if settings.get("dtype") is None else 2e-3
     assert captured.results == pytest.approx(uncaptured.results, rel=tolerance)  # type: ignore[attr-defined]
     for runner in (uncaptured, captured):
@@ -142,7 +144,7 @@ def test_uncapturable_step_runs_without_a_cuda_graph(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(runner.stepper.strategy, "clip_grad_norm", clip_and_wait)
     assert runner.run(range(6)) == pytest.approx(expected, rel=1e-5)
-    assert not runner.stepper.uses_cuda_graph
+    assert runner.stepper.graph is None
 
 
 @pytest.mark.gpu
