@@ -100,12 +100,12 @@ def test_chunked_logits_match_the_cpu(text: Path, disguise: Disguise, monkeypatc
 def test_rollback_after_nan_losses_discards_the_step_in_flight(
     text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 8 is in flight during the rollback and is discarded."""
+    """Step 8 is in flight during the rollback and is discarded. The first loss is that of the memory probe."""
     original, calls = stepping.tied_cross_entropy, []
 
     def compute_loss(*args: Any) -> Any:
         calls.append(1)
-        return original(*args) * (math.nan if 5 <= len(calls) <= 8 else 1)
+        return original(*args) * (math.nan if 6 <= len(calls) <= 9 else 1)
 
     monkeypatch.setattr(stepping, "tied_cross_entropy", compute_loss)
     with disguise():
@@ -160,6 +160,53 @@ def test_pair_losses_match_the_cpu(workdir: Path, disguise: Disguise) -> None:
     with disguise():
         _, cuda_events = train("cuda", **settings)
     assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cuda_graph_is_captured_once_or_its_failure_is_reported_once(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The stand-in for a graph runs the step. A capture that fails leaves gradients behind."""
+    captures = []
+
+    class Graph:
+        def __init__(self, step: Any, *_: Any) -> None:
+            captures.append(1)
+            self.replay = step
+            if fails:
+                weight = step.__self__.model.wte.weight
+                weight.grad = torch.ones_like(weight)
+                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+        def __call__(self, *batch: torch.Tensor) -> Any:
+            return self.replay(*batch)
+
+    monkeypatch.setattr("gpt.training.gpu_step.StepGraph", Graph)
+    _, cpu_events = train("cpu", steps=7, eval_every=3)
+    with disguise():
+        _, cuda_events = train("cuda", steps=7, eval_every=3)
+    assert len(captures) == 1
+    assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
+    message = "steps run without a CUDA graph, which is slower: operation not permitted when stream is capturing"
+    assert [note for note in notes(cuda_events) if "CUDA graph" in note] == [message] * fails
+
+
+def test_out_of_memory_before_the_first_step_halves_the_micro_batch(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk = GPT.trunk
+
+    def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self.training and len(idx) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trunk(self, idx, *rest)
+
+    with disguise():
+        _, small_events = train("cuda", micro_batch="1", dropout=0.1)
+        monkeypatch.setattr(GPT, "trunk", limited)
+        _, little_events = train("cuda", micro_batch="4", dropout=0.1)
+    assert losses(little_events) == losses(small_events)
+    assert "out of memory: from now on, 1 of 4 sequences at once" in notes(little_events)
 
 
 def test_step_on_the_second_device_matches_the_cpu(disguise: Disguise) -> None:
