@@ -5,6 +5,7 @@ memory ends the process without an exception, and the estimate of `gpt.model.pla
 """
 
 import contextlib
+import gc
 from collections.abc import Iterator
 
 import numpy as np
@@ -29,6 +30,7 @@ def fit_micro_batch(stepper: Stepper, length: int) -> int:
     strategy, rows = stepper.strategy, stepper.recipe.rows // stepper.world.data_size
     if strategy.compute.device.type not in PROBED_DEVICES:
         return stepper.micro_batch
+    gc.collect()  # Frees the models of earlier teachers and measurements, which reference cycles keep alive.
     with _equal_memory(strategy):
         while not _fits(stepper, length, rows):
             if stepper.micro_batch == 1:
@@ -66,36 +68,32 @@ def _equal_memory(strategy: Strategy) -> Iterator[None]:
 
 def _fits(stepper: Stepper, length: int, rows: int) -> bool:
     """Whether all ranks have the memory for a step of ``rows`` sequences and for an evaluation."""
-    strategy, device = stepper.strategy, stepper.compute.device
-    states, training, failure = random_states(device), stepper.model.training, None
+    device, training, failure = stepper.compute.device, stepper.model.training, None
+    states = random_states(device)
     try:
         _try_step(stepper, length, rows)
     except Exception as error:
         failure = error.with_traceback(None)  # The traceback keeps activations alive.
-    strategy.zero_grad()
+    stepper.strategy.zero_grad()
     stepper.model.train(training)
     set_random_states(device, states)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-    elif device.type == "mps":
-        torch.mps.empty_cache()
-    is_failure = failure is not None and not is_out_of_memory(failure)
-    outcome = stepper.world.all_reduce_max(2 if is_failure else failure is not None)
+    if device.type != "cpu":
+        torch.get_device_module(device).empty_cache()
+    outcome = stepper.world.all_reduce_max(0 if failure is None else 1 if is_out_of_memory(failure) else 2)
     if outcome == 2:
-        raise failure if failure is not None and is_failure else PeerLost
+        raise PeerLost if failure is None or is_out_of_memory(failure) else failure
     return outcome == 0
 
 
 def _try_step(stepper: Stepper, length: int, rows: int) -> None:
     """Computes and frees gradients of the largest micro-batch, then runs the largest batch of an evaluation."""
-    strategy, compute, config = stepper.strategy, stepper.compute, stepper.model.config
-    is_cuda = compute.device.type == "cuda"
+    strategy, device, block_size = stepper.strategy, stepper.compute.device, stepper.model.config.block_size
     # The optimizer allocates its moments in the first step.
-    reserved = [torch.empty(shape, device=compute.device) for shape in strategy.optimizer.shapes(strategy.own).values()]
+    reserved = [torch.empty(shape, device=device) for shape in strategy.optimizer.shapes(strategy.own).values()]
+    if stepper.graph is not None:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
     batch = stepper.placeholder_batch(length)
-    if is_cuda:
-        torch.cuda.reset_peak_memory_stats(compute.device)
-        before = torch.cuda.memory_allocated(compute.device)
     stepper.model.train()
     if stepper.micro_batch < rows:
         with strategy.no_sync():
@@ -104,9 +102,8 @@ def _try_step(stepper: Stepper, length: int, rows: int) -> None:
         stepper.backward(*batch)
     strategy.zero_grad()
     del batch
-    if stepper.graph is not None:  # The step's CUDA graph will keep its memory during evaluations.
-        peak = torch.cuda.max_memory_allocated(compute.device) - before
-        reserved.append(torch.empty(peak, dtype=torch.uint8, device=compute.device))
-    ids = np.zeros(config.block_size, np.int64)
-    window = Window(0, 0, ids, ids, 0)
-    total_loss(stepper.model, [window] * max(1, MAX_BATCH_TOKENS // len(ids)), compute)
+    if stepper.graph is not None:  # A CUDA graph keeps the memory of its step during evaluations.
+        peak = torch.cuda.max_memory_allocated(device) - before
+        reserved.append(torch.empty(peak, dtype=torch.uint8, device=device))
+    ids = np.zeros(block_size, np.int64)
+    total_loss(stepper.model, [Window(0, 0, ids, ids, 0)] * max(1, MAX_BATCH_TOKENS // block_size), stepper.compute)

@@ -71,7 +71,7 @@ class Stepper:
         self.graph: GraphedStep | None = None  # a GPU's replacement of `update`
         if recipe.uses_cuda_graph(self.compute, self.world.size):
             self.optimizer.keep_lr_on(self.compute.device)
-            self.graph = GraphedStep(self.update, self.model.buffers, self._drop_cuda_graphs)
+            self.graph = GraphedStep(self.update, self.model.buffers, self._give_up_graph)
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float, *lesson: npt.NDArray[Any]) -> Download:
         """Takes a step on this rank's inputs x and targets y, (rows, T). ``lesson`` is what `TaughtBatches` adds to
@@ -175,7 +175,7 @@ class Stepper:
         if self.graph is not None:
             self.graph.drop()
 
-    def _drop_cuda_graphs(self, why: str) -> None:
+    def _give_up_graph(self, why: str) -> None:
         self.graph = None
         self.strategy.zero_grad()
         self.note(f"steps run without a CUDA graph, which is slower: {why:.200}")

