@@ -200,8 +200,8 @@ class ShardedModel:
     def abandon_backward(self) -> None:
         """Frees gathered weights, and gradients that were not reduced. The next forward pass starts from a clean state,
         even after an error."""
-        if not isinstance(self.model, FSDPModule):
-            return
+        if not isinstance(self.model, FSDPModule) or self.model._get_fsdp_state()._is_root is None:
+            return  # No forward pass has run.
         getattr(self.model, "reset_iter_state", self.model.reshard)()  # Older versions of torch lack it.
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
