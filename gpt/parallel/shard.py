@@ -84,6 +84,19 @@ class ShardedModel:
         finally:
             self.model.set_requires_gradient_sync(True)
 
+    def abandon_backward(self) -> None:
+        """Frees gathered weights, and gradients that were not reduced. The next forward pass starts from a clean state,
+        even after an error."""
+        if not isinstance(self.model, FSDPModule) or self.model._get_fsdp_state()._is_root is None:
+            return  # No forward pass has run.
+        getattr(self.model, "reset_iter_state", self.model.reshard)()  # Older versions of torch lack it.
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
+                for param in group.fsdp_params:
+                    param.unsharded_accumulated_grad = None
+                    if hasattr(param, "_unsharded_param"):
+                        param.unsharded_param.grad = None
+
     def collect(self) -> None:
         """Moves the gradients of `model`, averaged over ranks, to `parameters`."""
         for name, p in self._sharded.items():

@@ -6,10 +6,13 @@ import time
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
+import torch
+
 from gpt import events
 from gpt.device import Download
-from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
+from gpt.errors import Interrupted, PeerLost, WorkError, device_failure, is_out_of_memory
 from gpt.interrupt import Stopped
+from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder
 from gpt.runs.sampling import NO_DEFAULTS, read_defaults
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
@@ -17,6 +20,7 @@ from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.logs import Speed
+from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.state import TrainState, read_snapshot
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy
@@ -53,11 +57,12 @@ class Trainer:
         """Prepares the next step of ``run``, writes ``run.json`` and announces the plan."""
         self.run, self.strategy, self.recipe, budget = run, strategy, run.recipe, run.recipe.budget
         self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
-        self.stepper = Stepper(strategy, self.recipe, self.on_halved, self.on_uncompiled, run.teachers)
+        self.stepper = Stepper(strategy, self.recipe, run.teachers, self.session.note, self.on_uncompiled)
         self.state = TrainState(windows=windows_to_evaluate(self.recipe))
         if budget is not None and budget.windows:
             self.state.windows = min(self.state.windows, budget.windows)
         self.journal = Journal(run, self.state, Speed.of(self.model, self.recipe, run.compute, self.world.size))
+        self.fit_memory()
         if self.recipe.compile:
             self.compile()
         if run.saved is not None and run.checkpoint is not None:
@@ -151,7 +156,7 @@ class Trainer:
         loss, norm = pending.outcome.read(self.world.synchronize)
         state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
-        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.has_loss_scale)
+        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaler.is_enabled())
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
         has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
         state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
@@ -236,10 +241,18 @@ class Trainer:
         outcome = f"back to step {self.state.step:,}, with {ROLLBACK_FACTOR:g} times the learning rate"
         self.session.note(f"{why} at step {step:,}: {outcome}")
 
+    def fit_memory(self) -> None:
+        """Halves the micro-batch until a step fits into memory."""
+        micro_batch = fit_micro_batch(self.stepper, self.data.batches(self.recipe).length)
+        if micro_batch < self.recipe.micro_batch:
+            rows = self.recipe.rows
+            self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
+            self.update_recipe(micro_batch=micro_batch)
+
     def compile(self) -> None:
         """Compiles the step. If that fails, the run continues uncompiled."""
         start = time.perf_counter()
-        error = self.stepper.compile(self.session.note)
+        error = self.stepper.compile()
         if error is None:
             self.session.note(f"compiled in {time.perf_counter() - start:.0f} s")
         else:
@@ -250,12 +263,6 @@ class Trainer:
         self.update_recipe(compile=False)
         message = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
         self.session.warn(f"{message if started else 'steps are not compiled'}: {why:.200}")
-
-    def on_halved(self, micro_batch: int) -> None:
-        """Records a smaller micro-batch after an OOM."""
-        rows = self.recipe.rows
-        self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
-        self.update_recipe(micro_batch=micro_batch)
 
     def update_recipe(self, **changes: Any) -> None:
         """Changes the recipe and records it in ``run.json``."""
@@ -269,9 +276,11 @@ class Trainer:
             self.update_recipe(steps=self.state.step)
             self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
             self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
-        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
+        result = self.stepper.run_eagerly(
+            lambda: evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
+        )
         if self.recipe.merge_lora and self.world.is_main:
-            merged = self.run.path / "merged"
+            merged, model = self.run.path / "merged", checkpoint.load(result.checkpoint, torch.device("cpu")).model
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
             self.session.note(f"merged: {merged}")
         self.journal.end(result, "steps" if self.is_at_end else "patience")
@@ -316,6 +325,11 @@ class Trainer:
                 self.checkpointer.writer.wait()
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
+        if is_out_of_memory(error):
+            rows = divisors(self.recipe.rows // self.world.size)
+            smaller = [n for n in rows if 2 * n <= self.stepper.micro_batch]
+            hint = f"resume with: {self.run.resume_command}" + (f" --micro-batch {smaller[-1]}" if smaller else "")
+            raise WorkError(f"out of memory at step {self.state.step:,}", hint) from error
         if (failure := device_failure(error)) is not None:
             message = f"the device {self.run.compute.device} failed: {failure}"
             raise WorkError(message, f"resume with: {self.run.resume_command}") from error

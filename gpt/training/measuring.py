@@ -13,6 +13,7 @@ from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.training.context import Inputs, Session
 from gpt.training.data import BatchSource
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
+from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.recipe import Facts, Recipe
 from gpt.training.size import TIMING_STEPS
 from gpt.training.state import seed_all
@@ -52,9 +53,10 @@ class Meter:
         world, data = self.session.world, self.inputs.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
-        stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=self.teachers)
+        stepper = Stepper(strategy, recipe, self.teachers, self.session.note)
+        fit_micro_batch(stepper, data.batches(recipe).length)
         if recipe.compile:
-            stepper.compile(self.session.note)  # The run itself reports compilation errors.
+            stepper.compile()  # The run itself reports compilation errors.
         batches, total = self.teachers.teach(data.batches(recipe)), 60 * self.minutes
         max_seconds = PROBE_SHARE * total
         seconds = time_steps(stepper, batches, share * total, max_seconds)

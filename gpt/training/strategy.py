@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
+from gpt import device
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.evaluate import Window
@@ -25,7 +26,7 @@ from gpt.model.memory import accumulates_whole
 from gpt.model.params import named_parameters
 from gpt.parallel.gather import CheckpointGatherer, Exchange, ShardExchange
 from gpt.parallel.world import World
-from gpt.runs import checkpoint
+from gpt.runs import adapter, checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import BETAS, Optimizers, make_optimizer
@@ -43,9 +44,6 @@ class Strategy:
 
     ``model`` computes forward passes. ``optimizer.parameters`` are what this process updates and saves: plain tensors.
     """
-
-    can_retry = True  # whether a step can be repeated with smaller micro-batches after an OOM
-    needs_trial = False  # whether to try a larger micro-batch before the step, because no rank can repeat it alone
 
     def __init__(self, model: GPT, optimizer: Optimizers, compute: Compute, world: World | None = None) -> None:
         self.model, self.optimizer, self.compute, self.world = model, optimizer, compute, world or World()
@@ -66,6 +64,16 @@ class Strategy:
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """A context in which backward passes accumulate gradients without an all-reduce."""
         return contextlib.nullcontext()
+
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        """A context for a backward pass whose gradients are not used. In it, replicas don't wait for each other, so one
+        of them can fail."""
+        return contextlib.nullcontext()
+
+    def zero_grad(self) -> None:
+        """Frees all gradients, including those of a failed backward pass."""
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
 
     def backward_loss(self, loss: Tensor) -> Tensor:
         """Scales the loss so that its gradients, averaged over ranks, are the sum of all ranks' gradients."""
@@ -90,9 +98,39 @@ class Strategy:
         compute it."""
         return self.world.broadcast_object(work)
 
-    def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        """Loads a checkpoint's model for evaluation."""
-        return checkpoint.load(path, compute.device).model
+    @property
+    def evaluation_compute(self) -> Compute:
+        """The device and dtype of the last evaluation: the default of `gpt eval`, so that `gpt eval` reproduces the
+        loss."""
+        if self.compute.dtype == torch.float32:
+            return self.compute
+        return device.pick(str(self.compute.device), "auto")
+
+    def load(self, path: Path, recipe: Recipe) -> None:
+        """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
+        `gpt eval` does."""
+        if recipe.lora_rank:
+            self._load_merged(path, recipe)
+        else:
+            weights: dict[str, Tensor] = {}
+            checkpoint.load_parts(path, recipe.model, weights.__setitem__)
+            self.restore({WEIGHT + name: self.part(WEIGHT + name, tensor) for name, tensor in weights.items()})
+
+    @torch.no_grad()
+    def _load_merged(self, path: Path, recipe: Recipe) -> None:
+        """Reads the base model again, one parameter at a time, because its dtype in training can be too narrow."""
+        self.model.build_position_tables(self.compute.device)
+        adapters, roles = adapter.tensors(path, recipe.model, recipe.lora_rank)
+        for name, p in self.model.named_parameters():
+            if name in adapters:
+                p.zero_()
+
+        def put(name: str, value: Tensor) -> None:
+            p = self.model.get_parameter(name)
+            p.data = value.to(p.device, self.evaluation_compute.dtype, copy=True)
+
+        checkpoint.load_parts(adapter.read(path).find_base(path), recipe.model, put)
+        lora.merge(self.model, adapters, recipe.lora_alpha / recipe.lora_rank, roles)
 
     def state(self) -> dict[str, Tensor]:
         """The trained weights and moments that this process copies into snapshots, by prefixed name."""
@@ -128,8 +166,6 @@ class Single(Strategy):
 class Replicated(Strategy):
     """One of several processes, each with a full replica in torch's `DistributedDataParallel`."""
 
-    needs_trial = True
-
     def wrap(self, objective: nn.Module) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch will rename broadcast_buffers.
@@ -140,6 +176,9 @@ class Replicated(Strategy):
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.wrapped.no_sync()
+
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        return self.no_sync()
 
     def windows(self, items: Iterable[Window]) -> Iterable[Window]:
         """Returns every ``size``-th window."""
@@ -164,8 +203,6 @@ class Replicated(Strategy):
 class Sharded(Strategy):
     """One of several processes, each with a shard of every parameter. Forward passes are collective."""
 
-    can_retry = False
-
     def __init__(self, sharded: "ShardedModel", optimizer: Optimizers, compute: Compute, world: World) -> None:
         super().__init__(sharded.model, optimizer, compute, world)
         self.sharded = sharded
@@ -184,8 +221,21 @@ class Sharded(Strategy):
         enabled = self.compute.dtype == torch.float16
         return ShardedGradScaler(self.compute.device.type, enabled=enabled, process_group=self.world.gradients)
 
+    @property
+    def evaluation_compute(self) -> Compute:
+        """As for one process, but on a GPU, blocks are gathered in the dtype of the training steps."""
+        return self.compute if self.compute.device.type == "cuda" else super().evaluation_compute
+
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.sharded.no_sync()
+
+    def zero_grad(self) -> None:
+        self.sharded.abandon_backward()
+        super().zero_grad()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.sharded.abandon_backward()  # After an evaluation, the gathered embeddings are still the old ones.
 
     def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
         self.sharded.collect()
@@ -218,9 +268,6 @@ class Sharded(Strategy):
 
     def compute_on_all(self, work: Callable[[], T]) -> T:
         return work()
-
-    def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        return shard(recipe, compute, self.world, path).model
 
     def part(self, name: str, full: Tensor) -> Tensor:
         return full[self.gatherer.rows(name, self.world.rank)].clone() if name in self.gatherer.shapes else full

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import math
-import weakref
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
@@ -95,42 +94,6 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     assert all(torch.equal(tensor, weights(late.run)[name]) for name, tensor in weights(immediate.run).items())
 
 
-@pytest.mark.parametrize("intervals", [{"eval_every": 4}, {"sample_every": 4}], ids=str)
-def test_out_of_memory_during_evaluation_drops_the_cuda_graph(
-    text: Path, monkeypatch: pytest.MonkeyPatch, intervals: dict[str, int]
-) -> None:
-    """Evaluations and samples fail until the stand-in for the graph and the activations of the failure are freed."""
-    settings = {"steps": 10, "eval_every": 10} | intervals
-    uncaptured, uncaptured_events = train(text, **settings)
-    memory, captures = weakref.WeakSet[Any](), itertools.count()
-
-    class Graph:
-        def __init__(self, step: Any, *_: Any) -> None:
-            self.replay = step
-            memory.add(self)
-            next(captures)
-
-        def __call__(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return self.replay(x, y)
-
-    stack = GPT.stack
-
-    def limited(self: GPT, *inputs: Any) -> torch.Tensor:
-        if not self.training and memory:
-            activations = torch.empty(0)
-            memory.add(activations)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return stack(self, *inputs)
-
-    monkeypatch.setattr(stepping, "StepGraph", Graph)
-    monkeypatch.setattr(recipe.Recipe, "uses_cuda_graph", lambda *_: True)
-    monkeypatch.setattr(GPT, "stack", limited)
-    captured, captured_events = train(text, **settings)
-    assert next(captures) == 1  # The seventh step does not capture another graph.
-    assert losses(captured_events) == pytest.approx(losses(uncaptured_events), rel=1e-5)
-    assert (captured.val_loss, captured.sample) == (pytest.approx(uncaptured.val_loss, rel=1e-5), uncaptured.sample)
-
-
 def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
     """Returns the traced graph, uncompiled."""
     graph, _ = trace()
@@ -202,7 +165,7 @@ def test_failed_compilation_falls_back_to_uncompiled_steps(
     assert all(torch.equal(tensor, weights(result.run)[name]) for name, tensor in weights(uncompiled.run).items())
 
 
-def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled program that runs out of memory raises this error."""
     settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
     _, uncompiled_events = train(text, **settings)
