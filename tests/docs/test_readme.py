@@ -1,6 +1,6 @@
 """Runs every command and Python example of the README and docs with few steps.
 
-Commands that need a network or never end are only parsed.
+Commands that need a network, a large model or an end are only parsed.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Done, make_text
 
-PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "ollama:", "gpt serve", "--log wandb")
+PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "ollama:", "gpt serve", "--log wandb", "bench -m gpt2")
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,6 +36,7 @@ def python_blocks(page: str) -> list[str]:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     monkeypatch.setenv("GPT_TRAIN_STEPS", "2")
+    monkeypatch.setenv("GPT_TRAIN_EVAL_EVERY", "2")
     monkeypatch.setenv("GPT_TRAIN_BATCH_TOKENS", "256")
     monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "4")
     Path("book.txt").write_bytes(make_text(1500).encode())

@@ -72,7 +72,7 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 FAMILY_STEPS = {
     "init": "base", "steps": 30, "lr": 0.02, "warmup": 0, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
-    "optimizer": "muon", "sample_every": 0, "dropout": 0.0,
+    "optimizer": "muon", "sample_every": 0, "dropout": 0.0, "eval_every": 30,
 }  # fmt: skip
 FAMILY_SHARDINGS = [("shard", "full"), ("tensor", 2), ("shard", "none")]
 SHARDED_AND_TENSOR = {**TWELVE_STEPS, "steps": 3, "shard": "full", "tensor": 2, "arch": "modern"}
