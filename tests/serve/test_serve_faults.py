@@ -785,7 +785,7 @@ def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
         yield start
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_compiled_steps_generate_the_same_text(serve: Callable[..., Process], run_folder: Path) -> None:
     process = serve("--compile", "on", "--dtype", "float32")
     body = {"prompt": "the cat", "temperature": 0, "max_tokens": 20}
