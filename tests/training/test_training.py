@@ -247,11 +247,14 @@ def test_learning_rate_of_a_timed_run_follows_the_clock(text: Path, schedule: st
 
 @pytest.mark.parametrize(
     ("intervals", "evaluated"),
-    [({}, [*range(5, 51, 5), 52, 53, 54, 55, 57, 58, 59, 60, 62]), ({"eval_every": 25}, [25, 50, 62])],
+    [
+        ({"eval_every": None}, [*range(5, 51, 5), 52, 53, 54, 55, 57, 58, 59, 60, 62]),
+        ({"eval_every": 25}, [25, 50, 62]),
+    ],
     ids=["by the clock", "by steps"],
 )
 def test_evaluations_of_a_timed_run_follow_the_clock(
-    text: Path, shares: list[float], intervals: dict[str, int], evaluated: list[int]
+    text: Path, shares: list[float], intervals: dict[str, int | None], evaluated: list[int]
 ) -> None:
     shares += [step / 100 for step in range(1, 51)] + [(50 + 4 * step) / 100 for step in range(1, 12)] + [1.0]
     _, run_events = train(text, minutes=1.0, **intervals, teachers=0)

@@ -75,7 +75,8 @@ FAMILY_SHAPES: dict[str, dict[str, Any]] = {
 FAMILY_RUNS: dict[str, dict[str, Any]] = {
     f"{name}-{optimizer}": {
         "init": f"{name}-base", "optimizer": optimizer, "steps": 6, "lr": 0.0005, "warmup": 0, "batch_tokens": 128,
-        "dtype": "float32", "sample_every": 0, "dropout": 0.0, "save_every": 3, "keep": 9,
+        "dtype": "float32", "sample_every": 0, "dropout": 0.0, "eval_every": 6, "save_every": 3,
+        "keep": 9,
     }
     for name in FAMILY_SHAPES
     for optimizer in ("muon", "adamw")
