@@ -92,8 +92,8 @@ def test_resume_with_another_number_of_processes_matches(several_trained: Path, 
 def test_nan_loss_on_one_rank_rolls_back_all_ranks_to_rank_0s_snapshot(several_trained: Path) -> None:
     logged_events = curve(several_trained / "two/poisoned")
     (rollback,) = [line for line in logged_events if line["event"] == "rollback"]
-    assert (rollback["step"], rollback["failed_step"]) == (4, 8)
-    assert [line["step"] for line in logged_events if line["event"] == "step" and line["loss"] is None] == [6, 7, 8]
+    assert (rollback["step"], rollback["failed_step"]) == (4, 9)
+    assert [line["step"] for line in logged_events if line["event"] == "step" and line["loss"] is None] == [7, 8, 9]
     assert (logged_events[-1]["event"], logged_events[-1]["reason"]) == ("end", "steps")
     (on_rank_0,), (on_rank_1,) = (rank_report(several_trained, rank)["rolled_back"] for rank in (0, 1))
     assert on_rank_0["has"] == on_rank_1["has"]
