@@ -16,7 +16,8 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
-from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials, content
+from gpt.text.tokenizer_import import content
+from gpt.text.tokenizer_save import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials
 from gpt.text.untrusted import end_program, start_program
 
 MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.

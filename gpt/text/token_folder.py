@@ -31,7 +31,7 @@ from gpt.files import (
 from gpt.settings import Count, checked
 from gpt.text.shards import SIDES, Shard, Side, TokenStream
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import read_described_tokenizer
+from gpt.text.tokenizer_find import read_described_tokenizer
 from gpt.words import counted
 
 FORMAT = 1

@@ -31,7 +31,7 @@ from gpt.text.documents import Chunk, Reader, Skipped, utf8_size
 from gpt.text.shards import Ids, Side, id_type
 from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import tokenizer_files
+from gpt.text.tokenizer_save import tokenizer_files
 from gpt.text.unfinished_folder import Batch, Group
 from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for

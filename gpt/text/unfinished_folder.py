@@ -22,7 +22,7 @@ from gpt.text.corpus import Corpus
 from gpt.text.shards import SIDES, Ids, Shard, Side, write_shard
 from gpt.text.token_folder import COUNTS, MANIFEST, PROGRESS, ShardRecord, SourceRecord, TokenFolder, write_manifest
 from gpt.text.tokenizer import Tokenizer, describe
-from gpt.text.tokenizer_files import find_tokenizer, read_described_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer, read_described_tokenizer
 
 SHARD_IDS = 2**24  # Target size of a shard in ids: 32 or 64 MiB.
 _BAD_TEXT_SETTINGS = ("errors", "skip_bad")

@@ -26,7 +26,8 @@ from gpt.sample_config import SampleConfig
 from gpt.text import chat, examples
 from gpt.text.examples import Conversation, read_examples
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
+from gpt.text.tokenizer_save import save_tokenizer
 from gpt.training.example_rows import ChatEncoder
 
 SYSTEM = {"role": "system", "content": "Answer briefly.\n"}
