@@ -207,7 +207,9 @@ class Reader:
             if joins_rows:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
-                yield from (chunk for text in texts for chunk in _cut(text))
+                for text in texts:
+                    for start in range(0, len(text), CHUNK_LENGTH):  # Faster than `_cut`.
+                        yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
         elif ending in KINDS:
             with contextlib.closing(file.open()) as stream:
                 text, replaced = self._extractor.extract(file.name, KINDS[ending], stream, self.config)

@@ -4,7 +4,7 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -146,15 +146,16 @@ class Conversation(Example):
         return json.dumps([*messages, *self.context, *([self.variables] if self.variables else [])])
 
 
-def _parse_pair(record: dict[str, Any], where: str) -> Pair:
+def _parse_pair(record: dict[str, Any], where: Callable[[], str]) -> Pair:
     prompt, completion = (get_string(record, key, Pair.records.hint, null=False) for key in Pair.records.keys)
     _check_supported(record)
-    return Pair(prompt, completion, where, _unused_keys(record, Pair.records))
+    return Pair(prompt, completion, where(), _unused_keys(record, Pair.records))
 
 
-def _parse_conversation(record: dict[str, Any], where: str) -> Conversation:
+def _parse_conversation(record: dict[str, Any], where: Callable[[], str]) -> Conversation:
     form = Conversation.records
-    messages, variables = record.get(form.columns(record)[0]), record.get("chat_template_kwargs") or {}
+    messages = parse_column(record.get(form.columns(record)[0]))
+    variables = parse_column(record.get("chat_template_kwargs")) or {}
     if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
         raise BadRecord('it has no list of objects "messages"', option_hint(record, form.hint))
     for item in [record, *messages]:
@@ -171,7 +172,7 @@ def _parse_conversation(record: dict[str, Any], where: str) -> Conversation:
     if len(context) == len(answers):
         problem = 'every assistant message has "weight": 0 or the like' if answers else "it has no assistant message"
         raise BadRecord(f"{problem}: there is nothing to learn", form.hint)
-    return Conversation(turns, where, context, variables, _unused_keys(record, form))
+    return Conversation(turns, where(), context, variables, _unused_keys(record, form))
 
 
 def _parse_message(message: dict[str, Any]) -> dict[str, str]:
@@ -237,7 +238,7 @@ E = TypeVar("E", bound=Example)
 def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
     """Returns the example type whose keys match every record of ``texts`` exactly. Returns None if no type matches, or
     if ``texts`` are not readable record files on this disk."""
-    reader = Reader(replace(config, skip_bad=False, errors="replace"))
+    reader = Reader(replace(config, skip_bad=False))
     common_kind: type[Example] | None = None
     try:
         if not all(map(_is_on_disk, texts)):

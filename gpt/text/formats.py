@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -208,7 +208,7 @@ class RecordForm(Generic[Value]):
     """What is read of a record, and what becomes of it."""
 
     keys: tuple[str, ...]
-    parse: Callable[[dict[str, Any], str], Value]  # From a record and its place. Raises `BadRecord`.
+    parse: Callable[[dict[str, Any], Callable[[], str]], Value]  # From a record and its place. Raises `BadRecord`.
     hint: str
     strings: bool = True
     json_hint: str = ""  # Appended to hints about JSON files.
@@ -262,12 +262,30 @@ class Records(Generic[Raw]):
             try:
                 record = self._parse(number, row)
                 if record is not None:
-                    read = {key: record[key] for key in self.form.columns(record) if key in record}
-                    if not self.form.strings:
-                        read = {key: _parse_container(value) for key, value in read.items()}
-                    yield self.form.parse(record | _without_surrogates(read, self.encoding), self._place(number))
+                    value = self.form.parse(record, partial(self._place, number))
+                    yield value if isinstance(value, str) and value.isascii() else self._without_surrogates(value)
             except BadRecord as record_error:
                 self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
+
+    def _without_surrogates(self, value: Any) -> Any:
+        r"""Replaces unpaired surrogates (``"\ud800"``), which UTF-8 cannot encode, in strings and what contains them.
+        In strict mode, raises `BadRecord`."""
+        if isinstance(value, str) and not _SURROGATE.search(value):
+            return value
+        if isinstance(value, list):
+            return list(map(self._without_surrogates, value))
+        if isinstance(value, dict):
+            return {key: self._without_surrogates(item) for key, item in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {part.name: getattr(value, part.name) for part in fields(value)}
+            return replace(value, **self._without_surrogates(parts))
+        if not isinstance(value, str):
+            return value
+        if self.encoding.errors == "strict":
+            raise BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
+        value, count = _SURROGATE.subn("\ufffd", value)
+        self.encoding.replaced += count
+        return value
 
     def _place(self, number: int) -> str:
         name = self.name.encode("utf-8", "backslashreplace").decode()  # File names can be invalid UTF-8.
@@ -445,27 +463,6 @@ def parse_column(value: Any) -> Any:
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
-    return value
-
-
-def _parse_container(value: Any) -> Any:
-    parsed = parse_column(value)
-    return parsed if isinstance(parsed, (list, dict)) else value
-
-
-def _without_surrogates(value: Any, encoding: TextEncoding) -> Any:
-    r"""Replaces unpaired surrogates (``"\ud800"``), which UTF-8 cannot encode, in strings, lists and objects. In strict
-    mode, raises `BadRecord`."""
-    if isinstance(value, list):
-        return [_without_surrogates(item, encoding) for item in value]
-    if isinstance(value, dict):
-        return {key: _without_surrogates(item, encoding) for key, item in value.items()}
-    if not isinstance(value, str) or value.isascii() or not _SURROGATE.search(value):
-        return value
-    if encoding.errors == "strict":
-        raise BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
-    value, count = _SURROGATE.subn("\ufffd", value)
-    encoding.replaced += count
     return value
 
 
