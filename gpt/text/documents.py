@@ -207,14 +207,12 @@ class Reader:
             if joins_rows:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
-                for text in texts:
-                    for start in range(0, len(text), CHUNK_LENGTH):  # Faster than `_cut`.
-                        yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
+                yield from _cut(texts)
         elif ending in KINDS:
             with contextlib.closing(file.open()) as stream:
                 text, replaced = self._extractor.extract(file.name, KINDS[ending], stream, self.config)
             self._encoding.replaced += replaced
-            yield from _cut(text)
+            yield from _cut([text])
         elif self.config.skip_bad:
             yield from self._read_complete(file)
         else:
@@ -257,9 +255,10 @@ class Reader:
             raise error
 
 
-def _cut(text: str) -> Iterator[Chunk]:
-    for start in range(0, len(text), CHUNK_LENGTH):
-        yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
+def _cut(texts: Iterable[str]) -> Iterator[Chunk]:
+    for text in texts:
+        for start in range(0, len(text), CHUNK_LENGTH):
+            yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
 
 
 def _normalize_line_breaks(blocks: Iterable[str]) -> Iterator[str]:
