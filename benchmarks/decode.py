@@ -37,7 +37,8 @@ from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 from gpt.text.backends import ByteBPE
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer_import import gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype

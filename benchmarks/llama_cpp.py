@@ -43,7 +43,8 @@ from gpt.runs import checkpoint
 from gpt.sample_config import SampleConfig
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, gpt2_tokenizer
+from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer_import import gpt2_tokenizer
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 TIE = 1e-3  # nats; rounding decides between two ids that differ by less

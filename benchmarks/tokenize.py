@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.results import SCRIPTS, Table, measured, write_section
 from gpt.files import cache_dir
-from gpt.text.tokenizer import gpt2_tokenizer
+from gpt.text.tokenizer_import import gpt2_tokenizer
 
 CORPUS_BYTES = 64_000_000
 LARGE_CORPUS_BYTES = 1_000_000_000
@@ -141,7 +141,7 @@ def transformers_tokenizers(texts: Iterable[bytes]) -> float:
     """Returns the MB/s of the Tokenizers library on all cores, with all files in one batch."""
     from tokenizers import Tokenizer
 
-    from gpt.text.tokenizer_files import to_tokenizer_json
+    from gpt.text.tokenizer_save import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     tokenizer = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))
@@ -232,7 +232,7 @@ def kill_and_resume(text: Path, out: Path) -> str:
     """Kills and resumes `gpt tokenize` at random moments, and compares the output with an uninterrupted run."""
     seconds = time_command(make_command(text, out, "--jobs", "2"))
     expected = checksum(out)
-    equal = finished_slices = 0
+    equal = finished_groups = 0
     rng = random.Random(0)
     for _ in range(KILLS):
         shutil.rmtree(out)
@@ -241,12 +241,12 @@ def kill_and_resume(text: Path, out: Path) -> str:
         time.sleep(rng.uniform(0.1, 0.95) * seconds)
         process.send_signal(signal.SIGKILL)
         process.wait()
-        finished_slices += len({path.name.split("-", 1)[1] for path in out.glob("*.ids")}) if out.exists() else 0
+        finished_groups += len({path.name.split("-", 1)[1] for path in out.glob("*.ids")}) if out.exists() else 0
         subprocess.run([*command, "--jobs", "2"], check=True)
         equal += checksum(out) == expected
     return (
         f"Killed (SIGKILL) at {KILLS} random moments and resumed: {equal} of {KILLS} results have the same bytes as an "
-        f"uninterrupted run. On average {finished_slices / KILLS:.1f} slices were finished at the kill and reused."
+        f"uninterrupted run. On average {finished_groups / KILLS:.1f} groups were finished at the kill and reused."
     )
 
 

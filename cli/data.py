@@ -15,7 +15,7 @@ from gpt.files import reading
 from . import progress, render, render_data
 from .options import Json, Quiet, option, takes
 
-app = typer.Typer(help="List and download corpora, and check and merge token folders.")
+app = typer.Typer(help="List and download corpora, and check token folders.")
 
 
 def _names() -> list[str]:
@@ -74,7 +74,7 @@ def show(
 @takes(ReadConfig, without=("field", "split_on"))
 def check(
     settings: ReadConfig,
-    text: Annotated[list[str], typer.Argument(help="A token folder, a run, or files of pairs or conversations")],
+    text: Annotated[list[str], typer.Argument(help="Token folders, a run, or files of pairs or conversations")],
     json: Json = False,
 ) -> None:
     """List repeated documents and passages, and held-out text that is also in the training text.
@@ -94,10 +94,8 @@ def check(
         settings = replace(settings, **{name: run_settings[name] for name in names})
         text = [*(record.texts or text), *filter(None, [run_settings["val_text"]])]
         text = [str(tokens)] if token_folder.is_token_folder(tokens) else text
-    with reading(Path(text[0])):
-        is_folder = len(text) == 1 and token_folder.is_token_folder(text[0])
-    if is_folder:
-        render_data.repeats(repeats.Listing(token_folder.TokenFolder(text[0])), json)
+    if folders := token_folder.find_token_folders(text):
+        render_data.repeats(repeats.Listing(token_folder.TokenFolder(*folders)), json)
         return
     corpus = examples.read_all_examples(text, settings, render.note)
     if corpus is None:
@@ -119,22 +117,3 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     with progress.Bar("fetched", "bytes", quiet) as bar:
         catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
     render_data.fetch_result(corpus, time.monotonic() - start_time, f"gpt train {shlex.quote(name)}", json)
-
-
-@app.command("merge")
-def merge(
-    part: Annotated[list[str], typer.Argument(help="All the folders made with `gpt tokenize --part`")],
-    out: Annotated[str | None, option("--out", "-o", metavar="DIR", help="New folder", show_default="required")] = None,
-    json: Json = False,
-) -> None:
-    """Merge the token folders of all parts of a corpus into one.
-
-    gpt data merge part-1 part-2 -o tokens
-    """
-    from gpt.text import token_folder
-
-    if out is None:
-        raise UserError("where should the merged folder go?", "name a new folder: gpt data merge PART... -o DIR")
-    start_time = time.monotonic()
-    folder = token_folder.merge(part, out)
-    render_data.tokens(folder, time.monotonic() - start_time, json)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @takes(ReadConfig)
 def evaluate(
     settings: ReadConfig,
-    text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`, or a token folder")],
+    text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`, or token folders")],
     model: Model = None,
     base: Base = None,
     stride: Annotated[

@@ -147,7 +147,6 @@ def details(folder: "TokenFolder", verified: bool, as_json: bool) -> None:
         "shards": f"{len(folder.shards):,}" + (", all checksums match" if verified else ""),
         "replaced": counted(manifest["replaced"], "invalid byte") if manifest["replaced"] else "",
         "left out": counted(skipped, "file, line or row", "files, lines or rows") if skipped else "",
-        "part": "of a corpus: {} of {}".format(*manifest["part"]) if manifest["part"] else "",
     }
     render.stdout().print(render.key_value_table(rows))
     _print_next_command(folder)
@@ -176,9 +175,7 @@ def _print_splits(folder: "TokenFolder") -> None:
 
 
 def _print_next_command(folder: "TokenFolder") -> None:
-    if folder.manifest["part"]:
-        render.fact("join the parts", "gpt data merge PART... -o DIR")
-    elif folder.manifest["train"]["tokens"]:
+    if folder.manifest["train"]["tokens"]:
         render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
     else:
         render.stdout().print("nothing to train on: all of the text is held out")

@@ -43,13 +43,13 @@ def train(
     gpt tokenizer train book.txt -o tokenizer --vocab-size 4096
     """
     start_time = time.perf_counter()
-    from gpt.text import tokenizer_files, vocabulary
+    from gpt.text import tokenizer_save, vocabulary
 
-    check_new(out, tokenizer_files.NEW_PATH_HINT)
+    check_new(out, tokenizer_save.NEW_PATH_HINT)
     inputs.announce_stdin(text)
     with progress.TrainDisplay(quiet) as display:
         tokenizer, sample = vocabulary.train(text, settings, special or (), display)
-    tokenizer_files.save_tokenizer(tokenizer, out)
+    tokenizer_save.save_tokenizer(tokenizer, out)
     render_vocabulary.training_result(
         tokenizer, out, sample.bytes_taken, sample.bytes_seen, time.perf_counter() - start_time, json
     )
@@ -147,7 +147,7 @@ def decode(
 
 def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, str]":
     if name is not None:
-        from gpt.text.tokenizer_files import find_tokenizer
+        from gpt.text.tokenizer_find import find_tokenizer
 
         if model is not None:
             raise UserError("--tokenizer and -m both name a tokenizer", "give one of them")

@@ -172,22 +172,20 @@ def _open_documents(
     listen: "Listener",
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[tuple["TokenFolder", Documents]]:
-    """Yields a token folder and its documents. ``texts`` are either a token folder (then only one ``side`` is used) or
+    """Yields a token folder and its documents. ``texts`` are either token folders (then only one ``side`` is used) or
     texts to tokenize."""
     from gpt.text.corpus import open_corpus
-    from gpt.text.token_folder import TokenFolder
+    from gpt.text.token_folder import TokenFolder, find_token_folders
     from gpt.text.tokenize import tokenize
-    from gpt.training.data import find_token_folder
 
-    path = find_token_folder(texts)
-    if path is not None:
+    if paths := find_token_folders(texts):
         for field in fields(ReadConfig):
             if getattr(config, field.name) != field.default:
-                note(f"{path} is already tokenized: --{field.name.replace('_', '-')} has no effect")
-        folder = TokenFolder(path)
+                note(f"{paths[0]} is already tokenized: --{field.name.replace('_', '-')} has no effect")
+        folder = TokenFolder(*paths)
         if not folder.adopt_tokenizer(tokenizer):
             raise UserError(
-                f"{path} was made with another tokenizer ({folder.tokenizer.name}), not the model's",
+                f"{folder.path} was made with another tokenizer ({folder.tokenizer.name}), not the model's",
                 "tokenize the text with the model's own: gpt tokenize … --tokenizer MODEL",
             )
         yield folder, folder.stream(side).documents

@@ -5,7 +5,6 @@ TOML (`gpt.settings`).
 """
 
 import codecs
-import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar, Literal
@@ -357,25 +356,6 @@ class TokenizeConfig(TextConfig):
         None, "New folder for the tokens", flags=("-o",), metavar="DIR", shown="required", level="basic"
     )
     resume: bool = _run(False, "Resume an unfinished folder", level="basic")
-    part: str | None = _run(
-        None, "Tokenize the I-th of N parts of the sources, to be joined with `gpt data merge`", metavar="I/N",
-        shown="all", level="config",
-    )  # fmt: skip
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.share  # noqa: B018
-
-    @property
-    def share(self) -> tuple[int, int] | None:
-        """(I, N) for part I of N, counted from 1, or None for the whole."""
-        if self.part is None:
-            return None
-        if match := re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", self.part):
-            i, n = int(match[1]), int(match[2])
-            if 1 <= i <= n <= 100_000:
-                return i, n
-        raise UserError(f'part is "{self.part}"; it must be I/N, from 1/N to N/N', "the second of four: --part 2/4")
 
 
 @dataclass(frozen=True)

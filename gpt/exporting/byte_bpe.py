@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from gpt.errors import UserError
 from gpt.text.backends import ByteBPE, LibraryTokenizer
 from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
-from gpt.text.tokenizer_files import byte_ranks, format_merges, listed_merges, merging_pairs
+from gpt.text.tokenizer_import import byte_ranks, listed_merges
+from gpt.text.tokenizer_save import format_merges, merging_pairs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from gpt.model.params import Parameter, named_parameters
 from gpt.model.quantize import Quantized, to_tensor
 from gpt.runs import checkpoint, quantized, tensors
 from gpt.runs import folder as run_folder
-from gpt.text.tokenizer_files import TOKENIZER_CONFIG
+from gpt.text.tokenizer_save import TOKENIZER_CONFIG
 
 # Keys of tokenizer_config.json whose values are paths or names on the machine that saved the file.
 _MACHINE_KEYS = ("name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file", "cache_dir")

@@ -25,7 +25,7 @@ from gpt.text.boundaries import (
 from gpt.text.chat import special_words
 from gpt.text.gguf_vocabulary import END_KEYS, end_ids
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import format_merges, merging_pairs
+from gpt.text.tokenizer_save import format_merges, merging_pairs
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType

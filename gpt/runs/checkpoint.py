@@ -33,15 +33,10 @@ from gpt.model.params import named_parameters
 from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
 from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
 from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
-from gpt.text.tokenizer import Tokenizer, describe, gpt2_tokenizer
-from gpt.text.tokenizer_files import (
-    has_described_tokenizer,
-    read_described_tokenizer,
-    read_gguf,
-    read_template,
-    read_transformers,
-    tokenizer_files,
-)
+from gpt.text.tokenizer import Tokenizer, describe
+from gpt.text.tokenizer_find import has_described_tokenizer, read_described_tokenizer, read_template
+from gpt.text.tokenizer_import import gpt2_tokenizer, read_gguf, read_transformers
+from gpt.text.tokenizer_save import tokenizer_files
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"

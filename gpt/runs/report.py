@@ -298,7 +298,7 @@ def find_yardsticks(
     with contextlib.suppress(UserError, OSError):
         record = RunRecord.read(run)
         tokens = training_tokens(run, record)
-        is_own = tokens is not None and tokens.path.samefile(text.path)
+        is_own = tokens is not None and [*map(Path.resolve, tokens.paths)] == [*map(Path.resolve, text.paths)]
         if is_own and side == "val" and (stored := stored_yardsticks(record)):
             trend = (record.result or {}).get("trend")
             return stored, next((known for known in get_args(Trend) if known == trend), None)
@@ -308,15 +308,16 @@ def find_yardsticks(
 
 
 def training_tokens(run: Path, record: RunRecord) -> TokenFolder | None:
-    """Returns the training tokens in a run's folder, or in the unchanged token folder that its record names."""
+    """Returns the training tokens in a run's folder, or in the unchanged token folders that its record names."""
     try:
         if is_token_folder(run / "tokens"):
             return TokenFolder(run / "tokens")
-        sources = record.sources or []
-        path = Path(str(sources[0]["name"])) if len(sources) == 1 else None
-        if path is None or not is_token_folder(path) or file_sha256(path / MANIFEST) != sources[0]["sha256"]:
+        paths = {Path(str(source["name"])): source["sha256"] for source in record.sources or []}
+        if not paths or not all(map(is_token_folder, paths)):
             return None
-        return TokenFolder(path)
+        if any(file_sha256(path / MANIFEST) != sha256 for path, sha256 in paths.items()):
+            return None
+        return TokenFolder(*paths)
     except (UserError, OSError, KeyError, TypeError):  # Without tokens, the report still has curves.
         return None
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
-from gpt.text.formats import reasoning
+from gpt.text.chat import reasoning
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 128, 1024
 MAX_STOP_LENGTH = 1000  # Maximum characters of a stop string.

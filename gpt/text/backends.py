@@ -139,10 +139,6 @@ class LibraryTokenizer:
         return _read_decoder(self.values)
 
     @cached_property
-    def _growth(self) -> int:
-        return untrusted.check(self.values)
-
-    @cached_property
     def _tokenizer(self) -> Any:
         return _load_tokenizer(self.data, self.values)
 
@@ -191,13 +187,6 @@ class LibraryTokenizer:
 
     def _encode_batch(self, tokenizer: Any, texts: Sequence[str], encode_batch: Callable[..., list[Any]]) -> list[Any]:
         size = sum(map(len, texts))
-        if size * self._growth > untrusted.MAX_CHARACTERS and len(texts) > 1:
-            return [encoding for text in texts for encoding in self._encode_batch(tokenizer, [text], encode_batch)]
-        if size * self._growth > untrusted.MAX_CHARACTERS:
-            raise UserError(
-                f"a text of {size:,} characters is too long for a tokenizer that may lengthen it {self._growth} times",
-                "split it into documents",
-            )
 
         def work() -> list[Any]:
             if self._is_risky or size > untrusted.MAX_UNTIMED_IF_LINEAR:

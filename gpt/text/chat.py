@@ -16,7 +16,8 @@ from typing import Any
 
 from gpt.errors import UserError
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
-from gpt.text.tokenizer_files import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials, content
+from gpt.text.tokenizer_import import content
+from gpt.text.tokenizer_save import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials
 from gpt.text.untrusted import end_program, start_program
 
 MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.
@@ -29,10 +30,17 @@ CHATML = (
 )
 _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]  # Role, content and other keys that templates read.
 Variables = Mapping[str, Any]  # Further variables of a template.
 NO_VARIABLES: Variables = types.MappingProxyType({})
 Span = tuple[int, int]  # Start and end, in characters.
+
+
+def reasoning(message: Message) -> dict[str, str]:
+    """Returns a message's reasoning, if any, under both names that chat templates read."""
+    reasoning_text = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), None)
+    return {} if reasoning_text is None else dict.fromkeys(REASONING_KEYS[:2], reasoning_text)
 
 
 def render(

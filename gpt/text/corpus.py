@@ -1,4 +1,4 @@
-"""A corpus: grouped sources, split into training and held-out text. The text is streamed, never all in memory."""
+"""A corpus: sources, split into training and held-out text. The text is streamed, never all in memory."""
 
 import codecs
 import contextlib
@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from itertools import groupby, islice
 from typing import Any, Literal
 
@@ -23,7 +22,6 @@ from gpt.text.unpack import Source, open_source
 from gpt.words import counted
 
 MIN_HASHED_DOCUMENTS = 200  # Minimum number of documents for a split by hash.
-GROUP_BYTES = 2**26  # Maximum file size of a group. A larger source gets its own group.
 HEAD = 2**16  # Bytes of a file that show whether its lines end in carriage returns.
 ENCODE_CHARACTERS = 2**18  # Characters per encoding call for a long document.
 
@@ -236,19 +234,6 @@ class Corpus:
     first_val_source: int
     split: Split
     survey: Survey
-
-    @cached_property
-    def groups(self) -> list[range]:
-        """Ranges of sources that share token shards. They depend only on file sizes."""
-        groups: list[range] = []
-        size = 0
-        for index, source in enumerate(self.sources):
-            if not groups or index == self.first_val_source or size + source.size > GROUP_BYTES:
-                groups.append(range(index, index))
-                size = 0
-            size += source.size
-            groups[-1] = range(groups[-1].start, index + 1)
-        return groups
 
     def assign(self, chunks: Iterable[Chunk], source_index: int) -> AssignedChunks:
         """Yields the chunks of source ``source_index``, and whether each is held out."""

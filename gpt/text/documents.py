@@ -7,17 +7,16 @@ tables yield the values of a field, and the text of HTML, EPUB, DOCX and PDF is 
 import contextlib
 import io
 import re
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
 from gpt.text import formats
 from gpt.text.extract import KINDS, Extractor
-from gpt.text.formats import RecordForm, Records, TextEncoding, text_form
+from gpt.text.formats import RecordForm, Records, TextEncoding, Value, text_form
 from gpt.text.unpack import (
     UNPACK,
     ByteStream,
@@ -112,6 +111,8 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
         yield None
 
 
+T = TypeVar("T")
+ReadFile = Callable[[PackedFile, str], Iterator[T]]  # Reads an unpacked file, given its suffix.
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
 RECORD_FORMATS: dict[str, type[Records[Any]]] = {
@@ -126,22 +127,16 @@ RECORD_FORMATS: dict[str, type[Records[Any]]] = {
 
 
 class Reader:
-    """Reads documents according to a `ReadConfig`. Counts replaced bytes and skipped items.
+    """Reads documents or records according to a `ReadConfig`. Counts replaced bytes and skipped items."""
 
-    With a ``form``, every file contains records (JSON lines if the suffix is unknown), and the form converts each
-    record to one chunk. Otherwise a record's text is the string at ``--field``.
-    """
-
-    def __init__(self, config: ReadConfig, form: RecordForm | None = None) -> None:
+    def __init__(self, config: ReadConfig) -> None:
         if config.split_on is not None and "\n" in config.split_on:
             raise UserError("--split-on contains a line break", "give a single line without the line break")
         self.config = config
-        self._form, self._only_records = form or text_form(config.field), form is not None
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # For formats that are always UTF-8.
         self.skipped = Skipped()
         self._extractor = Extractor()
-        self._joins_rows = False  # `Source.lines` of the current source.
 
     @property
     def replaced(self) -> int:
@@ -149,13 +144,21 @@ class Reader:
         return self._encoding.replaced + self._utf8.replaced
 
     def documents(self, source: Source, on_bytes: OnBytes = lambda size: None) -> Iterator[Chunk]:
-        """Yields the documents of a source in nonempty chunks.
+        """Yields the documents of a source in nonempty chunks. A record's text is the string at ``--field``.
 
         A document's first chunk has at least `MIN_FIRST_CHUNK` characters, unless the document is shorter. ``on_bytes``
         is called with the source bytes read so far. Raises `UserError` for damaged or non-text files, unless
         ``skip_bad``.
         """
-        self._joins_rows = source.lines
+        return self._open(source, partial(self._read_text, source.lines), on_bytes)
+
+    def records(self, source: Source, form: RecordForm[Value]) -> Iterator[Value]:
+        """Yields what ``form`` makes of each record of a source. Files with an unknown suffix are JSON lines. Raises
+        `UserError` for damaged files and records, unless ``skip_bad``."""
+        return self._open(source, partial(self._read_records, form))
+
+    def _open(self, source: Source, read: ReadFile[T], on_bytes: OnBytes = lambda size: None) -> Iterator[T]:
+        """Yields what ``read`` yields of each file of a source, unpacked."""
         max_size = 0
 
         def report_progress(size: int) -> None:  # Never decreases, even if a file is read twice.
@@ -164,9 +167,8 @@ class Reader:
             on_bytes(max_size)
 
         with self._skipping(source.name):
-            yield from self._read(
-                PackedFile(source.name, _normalize_name(source.name), partial(open_source, source, report_progress))
-            )
+            open_stream = partial(open_source, source, report_progress)
+            yield from self._unpack(PackedFile(source.name, _normalize_name(source.name), open_stream), read)
         if source.size:
             on_bytes(source.size)
 
@@ -185,53 +187,45 @@ class Reader:
             raise error
         self.skipped.add(error)
 
-    def _read(self, file: PackedFile) -> Iterator[Chunk]:
+    def _unpack(self, file: PackedFile, read: ReadFile[T]) -> Iterator[T]:
         if file.depth > MAX_DEPTH:
             raise UserError(f"{file.name} is packed more than {MAX_DEPTH} levels deep", "unpack it, and give the files")
         ending = "." + file.kind.rpartition(".")[2]
         if ending in UNPACK:
-            yield from self._read(file.unpack(ending))
-        elif ending == ".zip":
-            yield from self._read_members(zip_members(file))
-        elif ending == ".tar":
-            yield from self._read_members(tar_members(file))
-        elif ending in RECORD_FORMATS or self._only_records:
-            yield from self._read_records(file, ending)
+            yield from self._unpack(file.unpack(ending), read)
+        elif ending in (".zip", ".tar"):
+            with contextlib.closing(zip_members(file) if ending == ".zip" else tar_members(file)) as members:  # type: ignore[type-var]
+                for member in members:
+                    with self._skipping(member.name):
+                        yield from self._unpack(member, read)
+        else:
+            yield from read(file, ending)
+
+    def _read_text(self, joins_rows: bool, file: PackedFile, ending: str) -> Iterator[Chunk]:
+        if ending in RECORD_FORMATS:
+            texts = self._read_records(text_form(self.config.field), file, ending)
+            if joins_rows:
+                yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
+            else:
+                yield from _cut(texts)
         elif ending in KINDS:
-            yield from self._read_document(file, KINDS[ending])
+            with contextlib.closing(file.open()) as stream:
+                text, replaced = self._extractor.extract(file.name, KINDS[ending], stream, self.config)
+            self._encoding.replaced += replaced
+            yield from _cut([text])
         elif self.config.skip_bad:
             yield from self._read_complete(file)
         else:
             yield from (chunk for chunk in self._read_plain(file) if chunk is not None)
 
-    def _read_members(self, members: Iterator[PackedFile]) -> Iterator[Chunk]:
-        with contextlib.closing(members):  # type: ignore[type-var]
-            for member in members:
-                with self._skipping(member.name):
-                    yield from self._read(member)
-
-    def _read_records(self, file: PackedFile, ending: str) -> Iterator[Chunk]:
+    def _read_records(self, form: RecordForm[Value], file: PackedFile, ending: str) -> Iterator[Value]:
         encoding = self._utf8 if ending == ".parquet" else self._encoding
         with open_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
             if encoding.is_wide:  # Splitting bytes into lines requires UTF-8.
                 blocks = (block.encode() for block in encoding.blocks(file.name, stream))
                 stream, encoding = ByteStream(_BlockStream(blocks), partial(damage_error, file.name)), self._utf8
             record_type = RECORD_FORMATS.get(ending, formats.JSONLines)
-            texts = record_type(file.name, stream, self._form, encoding, self._skip_or_raise).documents()
-            if self._joins_rows:
-                yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
-            else:
-                chunk_size = sys.maxsize if self._only_records else CHUNK_LENGTH
-                for text in texts:
-                    for start in range(0, len(text), chunk_size):
-                        yield Chunk(text[start : start + chunk_size], start == 0)
-
-    def _read_document(self, file: PackedFile, kind: str) -> Iterator[Chunk]:
-        with contextlib.closing(file.open()) as stream:
-            text, replaced = self._extractor.extract(file.name, kind, stream, self.config)
-        self._encoding.replaced += replaced
-        for start in range(0, len(text), CHUNK_LENGTH):
-            yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
+            yield from record_type(file.name, stream, form, encoding, self._skip_or_raise).values()
 
     def _read_plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of plain-text documents, and None after each complete document."""
@@ -259,6 +253,12 @@ class Reader:
                 break
         if error is not None:
             raise error
+
+
+def _cut(texts: Iterable[str]) -> Iterator[Chunk]:
+    for text in texts:
+        for start in range(0, len(text), CHUNK_LENGTH):
+            yield Chunk(text[start : start + CHUNK_LENGTH], start == 0)
 
 
 def _normalize_line_breaks(blocks: Iterable[str]) -> Iterator[str]:

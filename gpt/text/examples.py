@@ -4,28 +4,48 @@ import glob
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gpt.config import ReadConfig, TextConfig
 from gpt.errors import UserError
-from gpt.text import formats, sources
+from gpt.text import chat, sources
 from gpt.text.corpus import MIN_HASHED_DOCUMENTS, empty_error, find_sources, hash_fraction
 from gpt.text.documents import OnNote, Reader, Skipped, has_records, utf8_size
+from gpt.text.formats import BadRecord, RecordForm, get_string, option_hint, parse_column
 from gpt.text.unpack import Source
+
+ROLES = ("system", "developer", "user", "assistant")
+# docs/fine-tune.md has a table of these keys.
+_ROLE_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}
+_TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
+_TOOL_ROLES = ("tool", "function", "ipython", "function_call", "observation")
+_TRAIN_KEYS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
+_UNSUPPORTED = (
+    "images", "image", "videos", "video", "audios", "audio", "documents", "chosen", "rejected", "mask", "train_detail",
+    "training_detail",
+)  # fmt: skip
+HARMLESS = (
+    "id", "idx", "index", "uuid", "hash", "source", "dataset", "split", "language", "lang", "category", "task", "topic",
+    "tags", "title", "url", "license", "model", "score", "timestamp", "created_at", "metadata", "meta", "prompt_id",
+    "conversation_id", "message_id", "num_turns", "parallel_tool_calls",
+)  # fmt: skip
+_REFUSED = (*_TOOL_KEYS, *_UNSUPPORTED)
+_MESSAGE_KEYS = {"role", "content", "from", "value", "masked", *chat.REASONING_KEYS, *_TRAIN_KEYS, *_REFUSED}
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
 class Example:
-    """A training example. Its fields are the items of the JSON list that ``records`` produces."""
+    """A training example: a record of a file."""
 
     option: ClassVar[str]
     singular: ClassVar[str]
     plural: ClassVar[str]
     content: ClassVar[str]  # The contents of a line, as named in notes.
     form: ClassVar[str]  # A sample line, for error messages.
-    records: ClassVar[formats.RecordForm]
+    records: ClassVar[RecordForm[Any]]
     where: str  # The file and line.
     ignored: Sequence[str]  # The record's keys without effect.
 
@@ -57,7 +77,12 @@ class Pair(Example):
     singular, plural = "pair", "pairs"
     content = "prompts and completions"
     form = '{"prompt": …, "completion": …}'
-    records = formats.PAIRS
+    records = RecordForm(
+        ("prompt", "completion"),
+        lambda record, where: _parse_pair(record, where),
+        '--pairs reads records {"prompt": "…", "completion": "…"}',
+        optional=_REFUSED,
+    )
 
     prompt: str
     completion: str
@@ -80,7 +105,14 @@ class Conversation(Example):
     singular, plural = "conversation", "conversations"
     content = "messages"
     form = '{"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}]}'
-    records = formats.CHATS
+    records = RecordForm(
+        ("messages",),
+        lambda record, where: _parse_conversation(record, where),
+        '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
+        strings=False,
+        synonyms=("conversations", "conversation"),
+        optional=("system", "chat_template_kwargs", *_REFUSED),
+    )
 
     messages: list[dict[str, Any]]
     where: str
@@ -91,7 +123,7 @@ class Conversation(Example):
     def unused_keys(self, template: str) -> set[str]:
         """Returns the keys that neither the template nor training reads."""
         keys = {*self.variables, *(key for message in self.messages for key in message)}
-        keys -= {"role", "content", "thinking", *formats.HARMLESS}
+        keys -= {"role", "content", "thinking", *HARMLESS}
         if re.search(r"\bthinking\b", template):
             keys.discard("reasoning_content")
         return {*self.ignored, *(key for key in keys if not re.search(rf"\b{re.escape(key)}\b", template))}
@@ -109,9 +141,95 @@ class Conversation(Example):
     @property
     def identity(self) -> str:
         """The messages as JSON, which answers are excluded from the loss, and the variables."""
-        left_out = {"thinking", *formats.HARMLESS}  # The reasoning is stored under two keys.
+        left_out = {"thinking", *HARMLESS}  # The reasoning is stored under two keys.
         messages = [[value for key, value in message.items() if key not in left_out] for message in self.messages]
         return json.dumps([*messages, *self.context, *([self.variables] if self.variables else [])])
+
+
+def _parse_pair(record: dict[str, Any], where: Callable[[], str]) -> Pair:
+    prompt, completion = (get_string(record, key, Pair.records.hint, null=False) for key in Pair.records.keys)
+    _check_supported(record)
+    return Pair(prompt, completion, where(), _unused_keys(record, Pair.records))
+
+
+def _parse_conversation(record: dict[str, Any], where: Callable[[], str]) -> Conversation:
+    form = Conversation.records
+    messages = parse_column(record.get(form.columns(record)[0]))
+    variables = parse_column(record.get("chat_template_kwargs")) or {}
+    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+        raise BadRecord('it has no list of objects "messages"', option_hint(record, form.hint))
+    for item in [record, *messages]:
+        _check_supported(item)
+    if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
+        problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
+        raise BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
+    turns = [_parse_message(item) for item in messages]
+    system = record.get("system")
+    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in turns):
+        messages, turns = [{}, *messages], [{"role": "system", "content": system}, *turns]
+    answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
+    context = [i for i in answers if not _is_trained_on(messages[i])]
+    if len(context) == len(answers):
+        problem = 'every assistant message has "weight": 0 or the like' if answers else "it has no assistant message"
+        raise BadRecord(f"{problem}: there is nothing to learn", form.hint)
+    return Conversation(turns, where(), context, variables, _unused_keys(record, form))
+
+
+def _parse_message(message: dict[str, Any]) -> dict[str, str]:
+    """Returns role, content, optional reasoning and the message's other keys, as chat templates read them."""
+    if "from" in message and "role" not in message:  # ShareGPT's keys.
+        message = {**message, "role": message["from"], "content": message.get("value")}
+    role = get_string(message, "role", Conversation.records.hint, null=False)
+    role = _ROLE_SYNONYMS.get(role, role)
+    if role not in ROLES:
+        raise BadRecord(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
+            raise BadRecord('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
+        if not all(map(_is_trained_on, content)):
+            raise BadRecord('a part of "content" is excluded from the loss', "only whole messages can be excluded")
+        message = {**message, "content": "".join(part["text"] for part in content)}
+    others = {key: value for key, value in message.items() if value is not None and key not in _MESSAGE_KEYS}
+    text = get_string(message, "content", Conversation.records.hint, null=False)
+    return {"role": role, "content": text, **chat.reasoning(message), **others}
+
+
+def _is_trained_on(message: dict[str, Any]) -> bool:
+    """Whether to train on an answer. OpenAI's format excludes answers with a ``weight`` of 0."""
+    flags = {key: message[key] for key in (*_TRAIN_KEYS, "masked") if message.get(key) is not None}
+    for key, value in flags.items():
+        if value not in (0, 1):
+            hint = "1 or true trains on the answer; 0 or false uses it only as context (the reverse for masked)"
+            raise BadRecord(f'"{key}" is {value!r:.40}, not 0 or 1', hint)
+    return all(bool(value) != (key == "masked") for key, value in flags.items())
+
+
+def _check_supported(values: dict[str, Any]) -> None:
+    """Raises `BadRecord` if a record or message has something that cannot be trained on."""
+    used = [key for key in _REFUSED if str(parse_column(values.get(key)) or "").strip()]
+    roles = {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}
+    if not {*_TOOL_KEYS}.isdisjoint(used) or not roles.isdisjoint(_TOOL_ROLES):
+        raise BadRecord(
+            "it uses tools, which are not supported",
+            f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
+        )
+    if used:
+        raise BadRecord(f'"{used[0]}" is not supported', "remove it, or use --skip-bad to skip such records")
+
+
+def _unused_keys(record: dict[str, Any], form: RecordForm[Any]) -> list[str]:
+    known = {*form.keys, *form.synonyms, *form.optional, *HARMLESS}
+    return [key[:40] for key, value in record.items() if value is not None and key not in known]
+
+
+class _AllKeys(RecordForm[list[str]]):
+    def columns(self, available: Collection[str]) -> list[str]:
+        return [*available] if any({*kind.records.columns(available)} & {*available} for kind in KINDS) else [""]
+
+
+KINDS: tuple[type[Example], ...] = (Pair, Conversation)
+_KEYS = _AllKeys((), lambda record, where: sorted(record), "", strings=False)
 
 
 E = TypeVar("E", bound=Example)
@@ -120,16 +238,15 @@ E = TypeVar("E", bound=Example)
 def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
     """Returns the example type whose keys match every record of ``texts`` exactly. Returns None if no type matches, or
     if ``texts`` are not readable record files on this disk."""
-    kinds: dict[str, type[Example]] = {json.dumps(sorted(kind.records.keys)): kind for kind in (Pair, Conversation)}
-    reader = Reader(replace(config, skip_bad=False), formats.KEYS)
+    reader = Reader(replace(config, skip_bad=False))
     common_kind: type[Example] | None = None
     try:
         if not all(map(_is_on_disk, texts)):
             return None
         files = sources.find(texts)
         for source in files if all(map(has_records, files)) else ():
-            for chunk in reader.documents(source):
-                kind = kinds.get(chunk.text)
+            for keys in reader.records(source, _KEYS):
+                kind = next((kind for kind in KINDS if keys == sorted(kind.records.keys)), None)
                 if kind is None or common_kind not in (None, kind):
                     return None
                 common_kind = kind
@@ -148,11 +265,10 @@ def _is_on_disk(text: str) -> bool:
 def read_all_examples(texts: Sequence[str], config: ReadConfig, note: OnNote) -> "ExampleCorpus[Any] | None":
     """Reads pairs or conversations, holding out nothing. Returns None if no record has their keys. Raises `UserError`
     for records that cannot be read."""
-    reader = Reader(replace(config, skip_bad=True), formats.KEYS)
+    reader = Reader(replace(config, skip_bad=True))
     for source in sources.find(texts):
-        for chunk in reader.documents(source):
-            keys = json.loads(chunk.text)
-            for kind in (Pair, Conversation):
+        for keys in reader.records(source, _KEYS):
+            for kind in KINDS:
                 if {*kind.records.columns(keys)} <= {*keys}:
                     return read_examples(texts, TextConfig(**asdict(config), val_fraction=0), kind, note)
     return None
@@ -176,7 +292,7 @@ def read_examples(
     hint = f"give {kind.form}, one per line"
     if not texts:
         raise UserError(f"{kind.option} needs a TEXT", hint)
-    reader = Reader(config, kind.records)
+    reader = Reader(config)
     reader.skipped = Skipped(note)
     train_sources, val_sources = find_sources(texts, config, reader.skipped, note)
     train, records = _read(reader, kind, train_sources)
@@ -203,8 +319,7 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
     records: list[dict[str, Any]] = []
     for source in files:
         digest, start, size = hashlib.sha256(), len(examples), 0
-        for chunk in reader.documents(source):
-            example = kind(*json.loads(chunk.text))
+        for example in reader.records(source, kind.records):
             examples.append(example)
             size += sum(map(utf8_size, example.texts))
             digest.update(example.identity.encode())

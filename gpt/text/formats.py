@@ -7,8 +7,8 @@ import io
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -198,19 +198,17 @@ _decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
 _NON_SPACE, _NON_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
-ROLES = ("system", "developer", "user", "assistant")
 OnBad = Callable[[UserError], None]  # Raises the error or counts it.
-
-
-Place = Callable[[int], str]  # Returns the location of a record, given its number.
+Raw = TypeVar("Raw")
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
-class RecordForm:
-    """How a record becomes a document."""
+class RecordForm(Generic[Value]):
+    """What is read of a record, and what becomes of it."""
 
     keys: tuple[str, ...]
-    text: Callable[[dict[str, Any], int, Place], str]  # Returns the document of a record. Raises `_BadRecord`.
+    parse: Callable[[dict[str, Any], Callable[[], str]], Value]  # From a record and its place. Raises `BadRecord`.
     hint: str
     strings: bool = True
     json_hint: str = ""  # Appended to hints about JSON files.
@@ -223,158 +221,25 @@ class RecordForm:
         return required + [name for name in self.optional if name in available]
 
 
-class _AllKeys(RecordForm):
-    def columns(self, available: Collection[str]) -> list[str]:
-        has_examples = any(name in available for name in (*PAIRS.keys, *CHATS.keys, *CHATS.synonyms))
-        return [*available] if has_examples else [""]
+class BadRecord(UserError):
+    """An error in a record, without its place."""
 
 
-class _BadRecord(UserError):
-    """An error in a record, without its location."""
-
-
-def text_form(field: str) -> RecordForm:
+def text_form(field: str) -> RecordForm[str]:
     """Returns the form that reads the string at the key ``field``."""
     hint = "--field names the key or column that holds the text"
     json_hint = "; to train on the raw JSON, rename the file to .txt"
-    return RecordForm(
-        (field,), lambda record, number, place: _get_string(record, field, hint), hint, json_hint=json_hint
-    )
-
-
-def _pair_document(record: dict[str, Any], number: int, place: Place) -> str:
-    prompt, completion = (_get_string(record, key, PAIRS.hint, null=False) for key in PAIRS.keys)
-    _check_supported(record)
-    return json.dumps([prompt, completion, place(number), _unused_keys(record, PAIRS)], ensure_ascii=False)
-
-
-def _chat_document(record: dict[str, Any], number: int, place: Place) -> str:
-    hint = CHATS.hint
-    messages = _parse_column(record.get(CHATS.columns(record)[0]))
-    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise _BadRecord('it has no list of objects "messages"', _hint_for(record, hint))
-    for item in [record, *messages]:
-        _check_supported(item)
-    variables = _parse_column(record.get("chat_template_kwargs")) or {}
-    if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
-        problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
-        raise _BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
-    turns = [_parse_message(item) for item in messages]
-    system = record.get("system")
-    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in turns):
-        messages, turns = [{}, *messages], [{"role": "system", "content": system}, *turns]
-    answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
-    context = [i for i in answers if not _is_trained_on(messages[i])]
-    if len(context) == len(answers):
-        problem = 'every assistant message has "weight": 0 or the like' if answers else "it has no assistant message"
-        raise _BadRecord(f"{problem}: there is nothing to learn", hint)
-    return json.dumps([turns, place(number), context, variables, _unused_keys(record, CHATS)], ensure_ascii=False)
-
-
-def _parse_column(value: Any) -> Any:
-    """Returns the value of a column. Tables store lists and objects as JSON."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
-
-
-def _parse_message(message: dict[str, Any]) -> dict[str, str]:
-    """Returns role, content, optional reasoning and the message's other keys, as chat templates read them."""
-    if "from" in message and "role" not in message:  # ShareGPT's keys.
-        message = {**message, "role": message["from"], "content": message.get("value")}
-    role = _get_string(message, "role", CHATS.hint, null=False)
-    role = _ROLE_SYNONYMS.get(role, role)
-    if role not in ROLES:
-        raise _BadRecord(f"there is no role {role!r:.40}", f"roles are {', '.join(ROLES)}")
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise _BadRecord('"content" has a part that is not text', "only text is supported; --skip-bad skips others")
-        if not all(map(_is_trained_on, content)):
-            raise _BadRecord('a part of "content" is excluded from the loss', "only whole messages can be excluded")
-        message = {**message, "content": "".join(part["text"] for part in content)}
-    others = {key: value for key, value in message.items() if value is not None and key not in _MESSAGE_KEYS}
-    text = _get_string(message, "content", CHATS.hint, null=False)
-    return {"role": role, "content": text, **reasoning(message), **others}
-
-
-def reasoning(message: dict[str, Any]) -> dict[str, str]:
-    """Returns a message's reasoning, if any, under both names that chat templates read."""
-    reasoning_text = next((message[key] for key in _REASONING_KEYS if isinstance(message.get(key), str)), None)
-    return {} if reasoning_text is None else dict.fromkeys(_REASONING_KEYS[:2], reasoning_text)
-
-
-def _is_trained_on(message: dict[str, Any]) -> bool:
-    """Whether to train on an answer. OpenAI's format excludes answers with a ``weight`` of 0."""
-    flags = {key: message[key] for key in (*_TRAIN_KEYS, "masked") if message.get(key) is not None}
-    for key, value in flags.items():
-        if value not in (0, 1):
-            hint = "1 or true trains on the answer; 0 or false uses it only as context (the reverse for masked)"
-            raise _BadRecord(f'"{key}" is {value!r:.40}, not 0 or 1', hint)
-    return all(bool(value) != (key == "masked") for key, value in flags.items())
-
-
-def _check_supported(values: dict[str, Any]) -> None:
-    """Raises `_BadRecord` if a record or message has something that cannot be trained on."""
-    used = [key for key in _REFUSED if str(_parse_column(values.get(key)) or "").strip()]
-    roles = {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}
-    if not {*_TOOL_KEYS}.isdisjoint(used) or not roles.isdisjoint(_TOOL_ROLES):
-        raise _BadRecord(
-            "it uses tools, which are not supported",
-            f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
-        )
-    if used:
-        raise _BadRecord(f'"{used[0]}" is not supported', "remove it, or use --skip-bad to skip such records")
-
-
-def _unused_keys(record: dict[str, Any], form: RecordForm) -> list[str]:
-    known = {*form.keys, *form.synonyms, *form.optional, *HARMLESS}
-    return [key[:40] for key, value in record.items() if value is not None and key not in known]
-
-
-# docs/fine-tune.md has a table of these keys.
-_ROLE_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}
-_TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
-_TOOL_ROLES = ("tool", "function", "ipython", "function_call", "observation")
-_TRAIN_KEYS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
-_UNSUPPORTED = (
-    "images", "image", "videos", "video", "audios", "audio", "documents", "chosen", "rejected", "mask", "train_detail",
-    "training_detail",
-)  # fmt: skip
-HARMLESS = (
-    "id", "idx", "index", "uuid", "hash", "source", "dataset", "split", "language", "lang", "category", "task", "topic",
-    "tags", "title", "url", "license", "model", "score", "timestamp", "created_at", "metadata", "meta", "prompt_id",
-    "conversation_id", "message_id", "num_turns", "parallel_tool_calls",
-)  # fmt: skip
-_REFUSED = (*_TOOL_KEYS, *_UNSUPPORTED)
-_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-_MESSAGE_KEYS = {"role", "content", "from", "value", "masked", *_REASONING_KEYS, *_TRAIN_KEYS, *_REFUSED}
-_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
-_PAIR_HINT = '--pairs reads records {"prompt": "…", "completion": "…"}'
-PAIRS = RecordForm(("prompt", "completion"), _pair_document, _PAIR_HINT, optional=_REFUSED)
-CHATS = RecordForm(
-    ("messages",),
-    _chat_document,
-    '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
-    strings=False,
-    synonyms=("conversations", "conversation"),
-    optional=("system", "chat_template_kwargs", *_REFUSED),
-)
-
-# Converts a record to a JSON list of its keys.
-KEYS = _AllKeys((), lambda record, number, place: json.dumps(sorted(record)), "", strings=False)
-
-
-Raw = TypeVar("Raw")
+    return RecordForm((field,), lambda record, place: get_string(record, field, hint), hint, json_hint=json_hint)
 
 
 class Records(Generic[Raw]):
-    """The records of a file, converted by ``form``. ``on_bad`` is called with errors in records."""
+    """The records of a file, parsed by ``form``. ``on_bad`` is called with errors in records."""
 
     unit = "line"
 
-    def __init__(self, name: str, stream: ByteStream, form: RecordForm, encoding: TextEncoding, on_bad: OnBad) -> None:
+    def __init__(
+        self, name: str, stream: ByteStream, form: RecordForm[Any], encoding: TextEncoding, on_bad: OnBad
+    ) -> None:
         self.name, self.stream, self.form, self.encoding, self.on_bad = name, stream, form, encoding, on_bad
         self.json_hint = ""
 
@@ -383,7 +248,7 @@ class Records(Generic[Raw]):
         raise NotImplementedError
 
     def _parse(self, number: int, row: Raw) -> dict[str, Any] | None:
-        """Returns a record's values, or None if it is empty. Raises `_BadRecord`."""
+        """Returns a record's values, or None if it is empty. Raises `BadRecord`."""
         raise NotImplementedError
 
     def _unread_keys(self, available: Collection[str]) -> dict[str, Any]:
@@ -391,16 +256,36 @@ class Records(Generic[Raw]):
         read = self.form.columns(available) if self.form.optional else available
         return {key: ... for key in available if key not in read}
 
-    def documents(self) -> Iterator[str]:
-        """Yields the document of each record."""
+    def values(self) -> Iterator[Any]:
+        """Yields what the form makes of each record."""
         for number, row in self._rows():
             try:
                 record = self._parse(number, row)
                 if record is not None:
-                    text = self.form.text(record, number, self._place)
-                    yield text if text.isascii() else _without_surrogates(text, self.encoding)
-            except _BadRecord as record_error:
+                    value = self.form.parse(record, partial(self._place, number))
+                    yield value if isinstance(value, str) and value.isascii() else self._without_surrogates(value)
+            except BadRecord as record_error:
                 self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
+
+    def _without_surrogates(self, value: Any) -> Any:
+        r"""Replaces unpaired surrogates (``"\ud800"``), which UTF-8 cannot encode, in strings and what contains them.
+        In strict mode, raises `BadRecord`."""
+        if isinstance(value, str) and not _SURROGATE.search(value):
+            return value
+        if isinstance(value, list):
+            return list(map(self._without_surrogates, value))
+        if isinstance(value, dict):
+            return {key: self._without_surrogates(item) for key, item in value.items()}
+        if is_dataclass(value) and not isinstance(value, type):
+            parts = {part.name: getattr(value, part.name) for part in fields(value)}
+            return replace(value, **self._without_surrogates(parts))
+        if not isinstance(value, str):
+            return value
+        if self.encoding.errors == "strict":
+            raise BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
+        value, count = _SURROGATE.subn("\ufffd", value)
+        self.encoding.replaced += count
+        return value
 
     def _place(self, number: int) -> str:
         name = self.name.encode("utf-8", "backslashreplace").decode()  # File names can be invalid UTF-8.
@@ -476,7 +361,7 @@ class JSONFile(Records[Any]):
 
     def _parse(self, number: int, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict):
-            raise _BadRecord("not a JSON object", self.form.hint)
+            raise BadRecord("not a JSON object", self.form.hint)
         return row
 
     def _extract_records(self, value: Any) -> list[Any]:
@@ -550,37 +435,34 @@ def _parse_object(line: str) -> dict[str, Any]:
         if end < len(line):
             raise ValueError("there is more after the object")
     except RecursionError:
-        raise _BadRecord("JSON that is nested too deep", "--skip-bad skips such lines") from None
+        raise BadRecord("JSON that is nested too deep", "--skip-bad skips such lines") from None
     except ValueError as error:
-        raise _BadRecord(
+        raise BadRecord(
             f"not JSON: {reason(error)}", "give one object per line; --skip-bad skips other lines"
         ) from None
     if not isinstance(record, dict):
         hint = "give one object per line (for an array, name the file .json), or use --skip-bad"
-        raise _BadRecord("not a JSON object", hint)
+        raise BadRecord("not a JSON object", hint)
     return record
 
 
-def _get_string(record: dict[str, Any], field: str, hint: str, null: bool = True) -> str:
+def get_string(record: Mapping[str, Any], field: str, hint: str, null: bool = True) -> str:
     """Returns the string at a key. With ``null``, null becomes an empty string."""
     value = record.get(field, record)
     if value is record:
-        raise _BadRecord(_missing_message(field, record, "keys"), _hint_for(record, hint))
+        raise BadRecord(_missing_message(field, record, "keys"), option_hint(record, hint))
     if value is None and null:
         return ""
     if not isinstance(value, str):
-        raise _BadRecord(f'"{field}" is not a string', hint)
+        raise BadRecord(f'"{field}" is not a string', hint)
     return value
 
 
-def _without_surrogates(value: str, encoding: TextEncoding) -> str:
-    r"""Replaces unpaired surrogates (``"\ud800"``), which UTF-8 cannot encode. In strict mode, raises `_BadRecord`."""
-    if not _SURROGATE.search(value):
-        return value
-    if encoding.errors == "strict":
-        raise _BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
-    value, count = _SURROGATE.subn("\ufffd", value)
-    encoding.replaced += count
+def parse_column(value: Any) -> Any:
+    """Returns the value of a column. Tables store lists and objects as JSON."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            return json.loads(value)
     return value
 
 
@@ -590,10 +472,11 @@ def _missing_message(field: str, available: Iterable[Any], plural: str) -> str:
     return f'it has no "{field}"; its {plural}: {names}'
 
 
-def _hint_for(available: Collection[str], hint: str) -> str:
-    """Returns the hint of the form that the keys fit, or ``hint``."""
-    forms = (form for form in (CHATS, PAIRS) if set(form.columns(available)) <= {*available})
-    return next((form.hint for form in forms), hint)
+def option_hint(available: Collection[str], hint: str) -> str:
+    """Returns the option that reads records with these keys, or ``hint``."""
+    if not {"messages", "conversations", "conversation"}.isdisjoint(available):
+        return "--chat reads records with messages"
+    return "--pairs reads records with prompt and completion" if {"prompt", "completion"} <= {*available} else hint
 
 
 class Table(Records[list[str]]):
@@ -623,7 +506,7 @@ class Table(Records[list[str]]):
             rule = "a field with a comma or a line break must be quoted"
             if self.delimiter == "\t":
                 rule = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
-            raise _BadRecord(
+            raise BadRecord(
                 f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
                 f"{rule}; --skip-bad skips such rows",
             )
@@ -637,7 +520,7 @@ class Table(Records[list[str]]):
                 and self.form.keys[0] in self._header[0].split(separator)
             ):
                 return f"its columns are separated by {plural}: convert it to commas (.csv) or tabs (.tsv)"
-        return _hint_for(self._header, self.form.hint)
+        return option_hint(self._header, self.form.hint)
 
     def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:
         """Yields non-empty rows with their first line number."""
@@ -695,7 +578,7 @@ def _split_tabs(line: str) -> list[str]:
 
 def _decode_cell(value: str, encoding: TextEncoding) -> str:
     if "\0" in value:
-        raise _BadRecord("a zero byte is not text", "--skip-bad skips such rows")
+        raise BadRecord("a zero byte is not text", "--skip-bad skips such rows")
     if value.isascii() or not _SURROGATE.search(value):
         return value
     return _decode_bytes(value.encode(encoding.name, "surrogateescape"), encoding)
@@ -706,7 +589,7 @@ def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str | None = None) 
         return encoding.decode(data)
     except UnicodeDecodeError as error:
         hint = hint or encoding.hint_for(data[:SAMPLE])
-        raise _BadRecord(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
+        raise BadRecord(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
 
 
 class Parquet(Records[tuple[Any, ...]]):
@@ -726,7 +609,7 @@ class Parquet(Records[tuple[Any, ...]]):
             self._unread = self._unread_keys(schema.names)
             for key in keys:
                 if key not in schema.names:
-                    hint = _hint_for(schema.names, self.form.hint)
+                    hint = option_hint(schema.names, self.form.hint)
                     raise UserError(f"{self.name}: {_missing_message(key, schema.names, 'columns')}", hint)
                 kind = schema.field(key).type
                 if self.form.strings and not _is_string_type(kind):
@@ -739,7 +622,7 @@ class Parquet(Records[tuple[Any, ...]]):
 
     def _parse(self, number: int, row: tuple[Any, ...]) -> dict[str, Any]:
         if any(isinstance(value, bytes) and len(value) > MAX_RECORD for value in row):
-            raise _BadRecord(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
+            raise BadRecord(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
         hint = "use --errors replace or --skip-bad"
         decoded_values = (
             _decode_bytes(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row

@@ -9,6 +9,7 @@ import hashlib
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from gpt.text.batches import Int64s
 from gpt.text.shards import SIDES, Side, TokenStream
-from gpt.text.token_folder import TokenFolder
+from gpt.text.token_folder import TokenFolder, read_sources
 
 WINDOW_BYTES = 50
 MAX_IDS = 2**25  # Maximum ids searched per side: the first ones.
@@ -169,7 +170,7 @@ def repeats_in(folder: TokenFolder) -> Repeats:
 
 def notes(folder: TokenFolder) -> list[str]:
     """Returns a line for each share of a token folder that is above its threshold."""
-    return repeats_in(folder).notes(f"gpt data check {shlex.quote(str(folder.path))}")
+    return repeats_in(folder).notes(f"gpt data check {shlex.join(map(str, folder.paths))}")
 
 
 class Listing:
@@ -180,10 +181,10 @@ class Listing:
         self.folder, self.repeats = folder, repeats_in(folder)
         self._streams = {side: folder.stream(side) for side in SIDES}
         self._trained = int(np.searchsorted(self._streams["train"].offsets[:-1], MAX_IDS))
-        self._sources = list(folder.sources())
+        self._sources = [list(read_sources(path)) for path in folder.paths]
         self._places: dict[int, dict[str, Any]] = {}
         self._names: dict[str, list[str]] = {}  # One-document files by sha256.
-        for source in self._sources:
+        for source in chain.from_iterable(self._sources):
             if source.documents == 1:
                 self._names.setdefault(source.sha256, []).append(source.name)
 
@@ -244,12 +245,16 @@ class Listing:
         return self._places[number]
 
     def _file(self, side: Side, number: int) -> str | None:
-        sources = self._sources
-        if self.folder.manifest["split"]["by"] != "hash":  # The documents are in order, with one more if it was cut.
+        folders, index = zip(self.folder.folders, self._sources, strict=True), number
+        folder, sources = next(folders)
+        while index >= (count := folder.manifest[side]["documents"]):
+            index -= count
+            folder, sources = next(folders)
+        if folder.manifest["split"]["by"] != "hash":  # The documents are in order, with one more if it was cut.
             ends = np.cumsum([source.documents for source in sources])
             if side == "val":
-                number += int(ends[-1]) - (len(self._streams["val"].offsets) - 1)
-            return sources[int(np.searchsorted(ends, number, "right"))].name
+                index += int(ends[-1]) - count
+            return sources[int(np.searchsorted(ends, index, "right"))].name
         if len(sources) == 1:
             return sources[0].name
         start, end = self._streams[side].offsets[number : number + 2].tolist()

@@ -24,7 +24,7 @@ from gpt.text import catalogue
 from gpt.text.documents import OnNote, Skipped
 from gpt.text.download import OnBytes, ignore
 from gpt.text.token_folder import is_token_folder
-from gpt.text.tokenizer_files import RANKS, TOKENIZER_JSON
+from gpt.text.tokenizer_save import RANKS, TOKENIZER_JSON
 from gpt.text.unpack import ByteStream, Copy, Source, file_source, reason, translate_errors
 
 DEFAULT_CORPUS = "pydocs"

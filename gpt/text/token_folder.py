@@ -1,18 +1,15 @@
-"""Finished token folders: reading, verifying, and merging parts.
+"""Finished token folders: reading and verifying them, one or several as one.
 
-    manifest.json                              tokenizer, split, counts, sha256 of each shard
-    sources.jsonl                              the sources, one per line
-    train-GGGGG-SSSSS.ids, val-GGGGG-SSSSS.ids shards (`gpt.text.shards`) of group GGGGG, slice SSSSS
-    tokenizer.tiktoken …                       the tokenizer's files
-
-Groups and slices depend only on the sources, so merging parts from several machines gives the same folder as one
-machine.
+manifest.json                      tokenizer, split, counts, sha256 of each shard
+sources.jsonl                      the sources, one per line
+train-00000.ids, val-00000.ids …   shards (`gpt.text.shards`)
+tokenizer.tiktoken …               the tokenizer's files
 """
 
 import contextlib
 import json
-import os
-import shutil
+import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,19 +20,18 @@ from gpt.errors import UserError
 from gpt.files import (
     LINES_LIMIT,
     atomic_file,
-    atomic_folder,
-    disk_errors,
     file_sha256,
     open_regular,
     read_json,
     read_lines,
+    reading,
     to_json,
     write_file,
 )
 from gpt.settings import Count, checked
 from gpt.text.shards import SIDES, Shard, Side, TokenStream
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import read_described_tokenizer, tokenizer_files
+from gpt.text.tokenizer_find import read_described_tokenizer
 from gpt.words import counted
 
 FORMAT = 1
@@ -50,8 +46,6 @@ class ShardRecord:
 
     file: str
     side: Side
-    group: Count
-    slice: Count
     documents: Count
     tokens: Count
     bytes: Count
@@ -63,7 +57,6 @@ class SourceRecord:
     """A source. ``size`` is the stored size, and ``time`` the modification time. ``bytes`` and ``sha256`` refer to the
     UTF-8 text."""
 
-    group: Count
     name: str
     size: Count
     time: int
@@ -72,59 +65,52 @@ class SourceRecord:
     sha256: str
 
 
-def shard_name(side: Side, group: int, slice: int) -> str:
-    """Returns a shard's file name, such as ``train-00012-00003.ids``."""
-    return f"{side}-{group:05d}-{slice:05d}.ids"
-
-
 def is_token_folder(path: str | Path) -> bool:
     """Whether ``path`` is a token folder, finished or not."""
     return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
 
 
+def find_token_folders(texts: Sequence[str]) -> list[Path]:
+    """Returns ``texts`` if they are `gpt tokenize` folders. Raises `UserError` if only some are."""
+    folders = []
+    for text in dict.fromkeys(texts):
+        with reading(Path(text)):
+            folders += [text] if is_token_folder(text) else []
+    other = next((text for text in texts if text not in folders), None)
+    if folders and other is not None:
+        command = shlex.join(["gpt", "tokenize", other, "-o", "DIR", "--tokenizer", folders[0]])
+        raise UserError(f"{folders[0]} is tokenized, {other} is not", f"tokenize it, and give both folders: {command}")
+    return list(map(Path, folders))
+
+
 class TokenFolder:
-    """A finished token folder. Raises `UserError` if it is unfinished, damaged or of another version."""
+    """One or more finished token folders with the same tokenizer, read as one, in this order. Raises `UserError` if
+    one is unfinished, damaged or of another version, or has another tokenizer."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, *more_paths: str | Path) -> None:
         self.path = Path(path)
-        if not (self.path / MANIFEST).exists() and (self.path / PROGRESS).exists():
-            raise UserError(f"{path} is not finished", f"resume it: gpt tokenize … -o {path} --resume")
-        self.manifest = read_json(self.path / MANIFEST)
-        if self.manifest.get("format") != FORMAT:
-            raise UserError(
-                f"{path} has format {self.manifest.get('format')!r}; this program reads format {FORMAT}",
-                "make it again from the text",
-            )
-        try:
-            self.shards = [checked(ShardRecord, record, MANIFEST) for record in self.manifest["shards"]]
-            self._check_manifest()
-        except (KeyError, TypeError, ValueError, UserError):
-            raise UserError(f"{self.path / MANIFEST} is damaged", "create the folder again from the text") from None
-        self.documents: int = self.manifest["documents"]
-        self.bytes: int = self.manifest["bytes"]
-        self.tokens: int = self.manifest["tokens"]
+        self.manifest, self.shards = _read_manifest(self.path)
+        self.folders = [self, *map(TokenFolder, more_paths)]
+        for folder in self.folders:
+            if folder.manifest["tokenizer"]["fingerprint"] != self.manifest["tokenizer"]["fingerprint"]:
+                raise UserError(
+                    f"{folder.path} was made with another tokenizer than {path}",
+                    f"tokenize its text again, with --tokenizer {path}",
+                )
+        self.documents, self.bytes, self.tokens = map(self._count, ("documents", "bytes", "tokens"))
 
-    def _check_manifest(self) -> None:
-        manifest = self.manifest
-        _require(manifest["split"]["by"] in ("hash", "end", "text", "nothing"))
-        _require(isinstance(manifest["asked"], dict))
-        _require(isinstance(manifest["reading"], dict))
-        _require(all(isinstance(text, str) for text in manifest["texts"]))
-        part = manifest["part"]
-        _require(part is None or (len(part) == 2 and all(type(n) is int for n in part) and 1 <= part[0] <= part[1]))
-        counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
-        _require(all(type(count) is int and count >= 0 for count in counts))
-        keys = [(record.side, record.group, record.slice) for record in self.shards]
-        _require(keys == sorted(set(keys)))
-        for record in self.shards:
-            _require(record.file == shard_name(record.side, record.group, record.slice))
-        _require(manifest["tokens"] == sum(record.tokens for record in self.shards))
-        _require(all(manifest[side] == _totals(self.shards, side) for side in SIDES))
+    def _count(self, key: str) -> int:
+        return sum(folder.manifest[key] for folder in self.folders)
+
+    @property
+    def paths(self) -> list[Path]:
+        """The paths of all folders."""
+        return [folder.path for folder in self.folders]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The folder's tokenizer. Raises `UserError` if its fingerprint differs from the manifest."""
-        return read_described_tokenizer(self.path, self.manifest.get("tokenizer"), str(self.path / MANIFEST))
+        return read_described_tokenizer(self.path, self.manifest["tokenizer"], str(self.path / MANIFEST))
 
     def adopt_tokenizer(self, tokenizer: Tokenizer) -> bool:
         """Adopts a model's tokenizer, which can be limited to fewer ids than this folder's. Returns False if the
@@ -138,9 +124,9 @@ class TokenFolder:
         """Opens the ids of one side. Raises `UserError` if a shard does not match the manifest."""
         vocab_size = self.tokenizer.vocab_size
         shards = []
-        for record in self.shards:
-            if record.side == side:
-                shard = Shard(self.path / record.file)
+        for folder in self.folders:
+            for record in (record for record in folder.shards if record.side == side):
+                shard = Shard(folder.path / record.file)
                 if (len(shard), shard.documents, shard.vocab_size) != (record.tokens, record.documents, vocab_size):
                     raise UserError(f"{shard.path} does not match {MANIFEST}", "create the folder again from the text")
                 shard.vocab_size = self.tokenizer.usable
@@ -149,7 +135,7 @@ class TokenFolder:
 
     def notes(self) -> list[str]:
         """Returns notes on what was skipped, replaced or split, and on special tokens in the text."""
-        replaced, skipped, cuts, specials = (self.manifest[key] for key in COUNTS)
+        replaced, skipped, cuts, specials = map(self._count, COUNTS)
         word, verb = ("special tokens", "they are") if self.tokenizer.specials else (self.tokenizer.eot_token, "it is")
         lines = {
             f"the text contains {word} {counted(specials, 'time')}: {verb} treated as ordinary text": specials,
@@ -161,42 +147,86 @@ class TokenFolder:
 
     def count_text_bytes(self, side: Side) -> int:
         """Returns the text size of one side in bytes."""
-        return sum(record.bytes for record in self.shards if record.side == side)
+        return sum(folder.manifest[side]["bytes"] for folder in self.folders)
 
     def verify(self, on_progress: Callable[[int, int], None] = lambda tokens_done, total: None) -> None:
         """Verifies checksums, ids, offsets and totals of all files. Raises `UserError` naming a damaged file."""
-        total = sum(record.tokens for record in self.shards)
+        tokens_done = 0
+        for folder in self.folders:
+            folder._verify_sources()
+            for record in folder.shards:
+                Shard(folder.path / record.file).verify(record.sha256)
+                tokens_done += record.tokens
+                on_progress(tokens_done, self.tokens)
+        for side in SIDES:
+            self.stream(side)
+
+    def _verify_sources(self) -> None:
         try:
             is_intact = file_sha256(self.path / SOURCES) == self.manifest["sources"].get("sha256")
         except OSError as error:
             raise UserError(f"cannot read {self.path / SOURCES}: {error.strerror or error}") from None
         if not is_intact:
             raise UserError(f"{self.path / SOURCES} is damaged: its sha256 does not match {MANIFEST}")
-        sources = list(self.sources())
-        totals = (len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources))
-        if totals != (self.manifest["sources"]["count"], self.documents, self.bytes):
+        sources = list(read_sources(self.path))
+        totals = [len(sources), sum(s.documents for s in sources), sum(s.bytes for s in sources)]
+        if totals != [self.manifest["sources"]["count"], self.manifest["documents"], self.manifest["bytes"]]:
             raise UserError(f"{self.path / MANIFEST} is damaged: its totals do not match {SOURCES}")
-        tokens_done = 0
-        for record in self.shards:
-            Shard(self.path / record.file).verify(record.sha256)
-            tokens_done += record.tokens
-            on_progress(tokens_done, total)
-        self.check_shards()
-
-    def check_shards(self) -> None:
-        """Raises `UserError` if a shard's header does not match the manifest. Reads no ids."""
-        for side in SIDES:
-            self.stream(side)
 
     def sources(self) -> Iterator[SourceRecord]:
         """Yields the records of the sources."""
-        try:
-            with open_regular(self.path / SOURCES, LINES_LIMIT) as file:
-                for line in read_lines(file):
-                    values = json.loads(line.decode("utf-8", "surrogateescape"))
-                    yield checked(SourceRecord, values, str(self.path / SOURCES))
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"cannot read {self.path / SOURCES}: {error}", "create the folder again") from None
+        for path in self.paths:
+            yield from read_sources(path)
+
+
+_OLD_KEYS = ("group", "slice")  # Older folders have them.
+
+
+def _read_manifest(path: Path) -> tuple[dict[str, Any], list[ShardRecord]]:
+    if not (path / MANIFEST).exists() and (path / PROGRESS).exists():
+        raise UserError(f"{path} is not finished", f"resume it: gpt tokenize … -o {path} --resume")
+    manifest = read_json(path / MANIFEST)
+    if manifest.get("format") != FORMAT:
+        raise UserError(
+            f"{path} has format {manifest.get('format')!r}; this program reads format {FORMAT}",
+            "make it again from the text",
+        )
+    try:
+        shards = [checked(ShardRecord, _without_old_keys(record), MANIFEST) for record in manifest["shards"]]
+        _check_manifest(manifest, shards)
+    except (KeyError, TypeError, ValueError, AttributeError, UserError):
+        raise UserError(f"{path / MANIFEST} is damaged", "create the folder again from the text") from None
+    return manifest, shards
+
+
+def _without_old_keys(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in _OLD_KEYS}
+
+
+def _check_manifest(manifest: Mapping[str, Any], shards: Sequence[ShardRecord]) -> None:
+    _require(manifest["split"]["by"] in ("hash", "end", "text", "nothing"))
+    _require(isinstance(manifest["asked"], dict))
+    _require(isinstance(manifest["reading"], dict))
+    _require(isinstance(manifest["tokenizer"]["fingerprint"], str))
+    _require(all(isinstance(text, str) for text in manifest["texts"]))
+    counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
+    _require(all(type(count) is int and count >= 0 for count in counts))
+    _require(len({record.file for record in shards}) == len(shards))
+    _require(all(re.fullmatch(rf"{record.side}-[0-9-]+\.ids", record.file) for record in shards))
+    _require(manifest["tokens"] == sum(record.tokens for record in shards))
+    _require(all(manifest[side] == _totals(shards, side) for side in SIDES))
+
+
+def read_sources(path: Path) -> Iterator[SourceRecord]:
+    """Yields the records of the sources of one folder."""
+    try:
+        with open_regular(path / SOURCES, LINES_LIMIT) as file:
+            for line in read_lines(file):
+                values = json.loads(line.decode("utf-8", "surrogateescape"))
+                values = _without_old_keys(values) if isinstance(values, dict) else values
+                yield checked(SourceRecord, values, str(path / SOURCES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path / SOURCES}: {error}", "create the folder again") from None
 
 
 def write_manifest(
@@ -210,7 +240,7 @@ def write_manifest(
     with atomic_file(folder / SOURCES) as file:
         for source in sources:
             file.write((json.dumps(asdict(source), ensure_ascii=False) + "\n").encode("utf-8", "surrogateescape"))
-    sorted_records = sorted(shards, key=lambda record: (record.side, record.group, record.slice))
+    sorted_records = sorted(shards, key=lambda record: record.side)
     manifest = {
         "format": FORMAT,
         **about,
@@ -237,83 +267,6 @@ def _totals(shards: Sequence[ShardRecord], side: Side) -> dict[str, int]:
 
 
 COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
-
-
-def merge(parts: Sequence[str | Path], out: str | Path) -> TokenFolder:
-    """Merges the parts of a corpus into one folder. Raises `UserError` if a part is missing or duplicated, or was
-    created from other sources or with other settings."""
-    target = Path(out)
-    if target.exists():
-        raise UserError(f"{out} already exists", "choose another path with --out; nothing is overwritten")
-    folders = [TokenFolder(part) for part in parts]
-    _check_parts(folders)
-    folders.sort(key=lambda folder: int(folder.manifest["part"][0]))
-    sources = sorted((s for folder in folders for s in folder.sources()), key=lambda source: source.group)
-    shards = [record for folder in folders for record in folder.shards]
-    _check_disjoint(sources, shards)
-    for folder in folders:
-        folder.check_shards()
-    counts = {key: sum(folder.manifest[key] for folder in folders) for key in COUNTS}
-    with disk_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(target) as temp_folder:
-            for name, data in tokenizer_files(folders[0].tokenizer).items():
-                write_file(temp_folder / name, data)
-            for folder in folders:
-                for record in folder.shards:
-                    _link(folder.path / record.file, temp_folder / record.file)
-            write_manifest(temp_folder, _get_provenance(folders[0]) | {"part": None}, shards, sources, counts)
-    return TokenFolder(target)
-
-
-def _check_disjoint(sources: Sequence[SourceRecord], shards: Sequence[ShardRecord]) -> None:
-    """Raises `UserError` if parts overlap. Parts of the same text never do."""
-    hint = "create all parts from the same text"
-    groups: dict[str, int] = {}
-    for source in sources:
-        if groups.setdefault(source.name, source.group) != source.group:
-            raise UserError(f"{source.name} is in two of the parts", hint)
-    if len({record.file for record in shards}) != len(shards):
-        raise UserError("two of the parts have the same shards", hint)
-
-
-def _get_provenance(folder: TokenFolder) -> dict[str, Any]:
-    keys = ("texts", "asked", "split", "reading", "corpus", "part", "tokenizer")
-    return {key: folder.manifest.get(key) for key in keys}
-
-
-def _check_parts(folders: Sequence[TokenFolder]) -> None:
-    first = folders[0]
-    part_numbers = []
-    for folder in folders:
-        part = folder.manifest.get("part")
-        if not isinstance(part, list) or len(part) != 2:
-            raise UserError(
-                f"{folder.path} is not a part: it was created without --part", "give the folders created with --part"
-            )
-        part_numbers.append(int(part[0]))
-        provenance, first_provenance = _get_provenance(folder), _get_provenance(first)
-        for key in ("corpus", "split", "reading", "tokenizer"):
-            if provenance[key] != first_provenance[key] or part[1] != first_provenance["part"][1]:
-                raise UserError(f"{folder.path} and {first.path} are not parts of one corpus: their {key} differs")
-    count = int(_get_provenance(first)["part"][1])
-    missing_parts = sorted(set(range(1, count + 1)) - set(part_numbers))
-    if missing_parts:
-        raise UserError(
-            f"part {missing_parts[0]}/{count} is missing", f"run: gpt tokenize … --part {missing_parts[0]}/{count}"
-        )
-    if len(part_numbers) != count:
-        raise UserError(f"{len(part_numbers)} folders were given for {count} parts: one was given twice")
-
-
-def _link(source: Path, target: Path) -> None:
-    """Creates a hard link, or a copy if links are not supported."""
-    try:
-        os.link(source, target)
-    except FileExistsError:
-        raise
-    except OSError:
-        shutil.copyfile(source, target)
 
 
 def _require(condition: bool) -> None:

@@ -1,17 +1,16 @@
 """Tokenizes text into a token folder. The main thread reads and writes in text order; worker threads encode.
 
-The shards depend only on the text and the settings, not on the number of threads or on interruptions. Sources form
-groups. The text of a group is divided into items. A slice consists of whole items and has one shard per side. When a
-slice is finished, a line is added to ``progress.jsonl``. A resume reads the unfinished groups again and encodes the
-missing items.
+The shards depend only on the text and the settings, not on the number of threads or on interruptions. When a group of
+documents is complete, its shards and a line of ``progress.jsonl`` are written. A resume reads the first unfinished
+source again and encodes what is missing.
 """
 
 import contextlib
 import hashlib
 import os
 import shutil
-from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate, chain, islice
@@ -32,50 +31,53 @@ from gpt.text.documents import Chunk, Reader, Skipped, utf8_size
 from gpt.text.shards import Ids, Side, id_type
 from gpt.text.token_folder import MANIFEST, SourceRecord, TokenFolder
 from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_files import tokenizer_files
-from gpt.text.unfinished_folder import EncodedItem, FinishedSlices, Item
+from gpt.text.tokenizer_save import tokenizer_files
+from gpt.text.unfinished_folder import Batch, Group
 from gpt.text.unpack import Source
 from gpt.text.vocabulary import tokenizer_for
 from gpt.words import counted
 
-ITEM = 2**19  # Target size of an item in characters.
-ITEM_DOCUMENTS = 4096  # Maximum number of texts in an item.
-
-OnBytes = Callable[[int, int], None]  # Called with a source's index and its bytes read so far.
+BATCH = 2**19  # Target size of a batch in characters.
+BATCH_TEXTS = 4096  # Maximum number of texts in a batch.
 
 
-def read_items(corpus: Corpus, group: int, tokenizer: Tokenizer, on_bytes: OnBytes, skipped: Skipped) -> Iterator[Item]:
-    """Yields the items of a group, in order. The last item can be empty. Adds what the reader skips to ``skipped``."""
-    reader, skipped_before, specials = Reader(corpus.reading), skipped.count, special_pattern(tokenizer)
-    reader.skipped = skipped
-    item, size, cuts, special_count = Item(group, 1), 0, 0, 0
+def read_batches(corpus: Corpus, tokenizer: Tokenizer, groups: Sequence[Group], listen: Listener) -> Iterator[Batch]:
+    """Yields the text after the finished ``groups`` in batches."""
+    reader, specials = Reader(corpus.reading), special_pattern(tokenizer)
+    reader.skipped = Skipped(lambda text: listen(events.Note(text)))
+    first, texts_done = (groups[-1].source, groups[-1].texts_read) if groups else (0, 0)
+    *starts, total = accumulate((source.size for source in corpus.sources), initial=0)
 
-    def counts() -> dict[str, int]:
-        return {
-            "replaced": reader.replaced,
-            "skipped": skipped.count - skipped_before,
-            "cut_pieces": cuts,
-            "end_of_text_in_text": special_count,
-        }
+    def on_bytes(index: int, position: int) -> None:
+        listen(events.Progress("tokenized", starts[index] + min(position, corpus.sources[index].size), total))
 
-    for index in corpus.groups[group]:
-        source = corpus.sources[index]
+    batch, size = Batch(), 0
+    for index, source in list(enumerate(corpus.sources))[first:]:
+        replaced_before, skipped_before, cuts, special_count = reader.replaced, reader.skipped.count, 0, 0
         chunks = _CountedChunks(reader.documents(source, partial(on_bytes, index)))
-        for text, begins, side, cut in cut_documents(corpus.assign(chunks, index), tokenizer.pattern):
-            item.texts.append(text)
-            item.begins.append(begins)
-            item.sides.append(side)
-            item.bytes[side] += utf8_size(text)
-            size += len(text)
+        parts = cut_documents(corpus.assign(chunks, index), tokenizer.pattern)
+        for number, (text, begins, side, cut) in enumerate(parts, 1):
             cuts += cut
             special_count += sum(1 for _ in specials.finditer(text))
-            if size >= ITEM or len(item.texts) >= ITEM_DOCUMENTS:
-                item.counts = counts()
-                yield item
-                item, size = Item(group, item.number + 1), 0
-        item.sources.append(chunks.record(source, group))
-    item.counts, item.last = counts(), True
-    yield item
+            if index == first and number <= texts_done:
+                continue
+            batch.texts.append(text)
+            batch.begins.append(begins)
+            batch.sides.append(side)
+            batch.bytes[side] += utf8_size(text)
+            size += len(text)
+            if size >= BATCH or len(batch.texts) >= BATCH_TEXTS:
+                batch.source, batch.texts_read = index, number
+                yield batch
+                batch, size = Batch(), 0
+        batch.sources.append(chunks.record(source))
+        batch.counts["replaced"] += reader.replaced - replaced_before
+        batch.counts["skipped"] += reader.skipped.count - skipped_before
+        batch.counts["cut_pieces"] += cuts
+        batch.counts["end_of_text_in_text"] += special_count
+    if batch.sources:
+        batch.source = len(corpus.sources)
+        yield batch
 
 
 class _CountedChunks:
@@ -92,43 +94,40 @@ class _CountedChunks:
             self.documents += chunk.begins
             yield chunk
 
-    def record(self, source: Source, group: int) -> SourceRecord:
-        sha256 = self.digest.hexdigest()
-        return SourceRecord(group, source.name, source.size, source.time, self.documents, self.bytes, sha256)
+    def record(self, source: Source) -> SourceRecord:
+        return SourceRecord(source.name, source.size, source.time, self.documents, self.bytes, self.digest.hexdigest())
 
 
-def encode(tokenizer: Tokenizer, item: Item) -> EncodedItem:
-    """Encodes the texts of an item."""
+def encode(tokenizer: Tokenizer, batch: Batch) -> None:
+    """Encodes the texts of a batch, and drops them."""
     dtype = id_type(tokenizer.vocab_size)
     opening = np.array(tokenizer.opening, dtype)
-    encoded = EncodedItem()
     parts: dict[Side, list[Ids]] = {"train": [], "val": []}
     lengths = dict.fromkeys(parts, 0)
-    for ids, begins, side in zip(tokenizer.encode_all(item.texts), item.begins, item.sides, strict=True):
+    for ids, begins, side in zip(tokenizer.encode_all(batch.texts), batch.begins, batch.sides, strict=True):
         if begins:
-            encoded.offsets[side].append(lengths[side])
+            batch.offsets[side].append(lengths[side])
             parts[side].append(opening)
         parts[side].append(ids.astype(dtype))
         lengths[side] += len(ids) + begins * len(opening)
-    encoded.ids = {side: np.concatenate(arrays) for side, arrays in parts.items() if arrays}
-    return encoded
+    batch.ids = {side: np.concatenate(arrays) for side, arrays in parts.items() if arrays}
+    batch.texts = []
 
 
-AHEAD = 16  # Items in memory in addition to two per worker. They keep workers busy while the main thread writes.
+AHEAD = 16  # Batches in memory in addition to two per worker. They keep workers busy while the main thread writes.
 
 
-def _encode_items(
-    tokenizer: Tokenizer, items: Iterable[Item], jobs: int
-) -> Generator[tuple[Item, EncodedItem], None, None]:
-    """Yields every item with its ids, in order. Encodes in ``jobs`` threads, because tiktoken and the tokenizers
+def _encode_batches(tokenizer: Tokenizer, batches: Iterable[Batch], jobs: int) -> Generator[Batch, None, None]:
+    """Yields every batch with its ids, in order. Encodes in ``jobs`` threads, because tiktoken and the tokenizers
     library release the GIL."""
     tokenizer.encode("")  # Initializes the tokenizer before the threads start.
-    pending = deque[tuple[Item, Future[EncodedItem]]]()
+    pending = deque[tuple[Batch, Future[None]]]()
 
-    def yield_finished(max_pending: int) -> Iterator[tuple[Item, EncodedItem]]:
+    def yield_finished(max_pending: int) -> Iterator[Batch]:
         while len(pending) > max_pending:
-            item, future = pending[0]
-            yield item, future.result()
+            batch, future = pending[0]
+            future.result()
+            yield batch
             pending.popleft()
 
     pool = ThreadPoolExecutor(jobs)
@@ -136,10 +135,10 @@ def _encode_items(
         stack.callback(pool.shutdown, cancel_futures=True)
         stack.enter_context(_single_threaded_library())
         try:
-            for item in items:
-                pending.append((item, pool.submit(encode, tokenizer, item)))
+            for batch in batches:
+                pending.append((batch, pool.submit(encode, tokenizer, batch)))
                 yield from yield_finished(2 * jobs + AHEAD)
-        except Exception:  # Finish the items that precede the unreadable text.
+        except Exception:  # Finish the batches that precede the unreadable text.
             yield from yield_finished(0)
             raise
         yield from yield_finished(0)
@@ -171,12 +170,12 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
         check_new(out, "choose another --out; if it is unfinished, --resume continues it")
     corpus = open_corpus(texts, config, listen)
     if is_resumed:
-        tokenizer = unfinished_folder.check_resumable(out, corpus, config.share)
+        tokenizer = unfinished_folder.check_resumable(out, corpus)
         if (out / MANIFEST).exists():
             return TokenFolder(out)
     else:
         tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
-    folder = tokenize(corpus, tokenizer, out, config.jobs, config.share, listen)
+    folder = tokenize(corpus, tokenizer, out, config.jobs, listen)
     for line in repeats.notes(folder):
         listen(events.Note(line))
     return folder
@@ -187,33 +186,32 @@ def tokenize(
     tokenizer: Tokenizer,
     out: Path,
     jobs: int | None = None,
-    share: tuple[int, int] | None = None,
     listen: Listener = lambda event: None,
 ) -> TokenFolder:
-    """Creates the token folder ``out``, or resumes it if it was started with the same text and settings. A ``share`` of
-    (I, N) selects part I of N. Finished slices survive errors. Raises `UserError` for unreadable text or if another
-    process has locked ``out``, `WorkError` if the disk is full, `Interrupted` after a signal."""
-    about = unfinished_folder.provenance(corpus, tokenizer, share)
-    i, n = share or (1, 1)
-    groups = range(i - 1, len(corpus.groups), n)
+    """Creates the token folder ``out``, or resumes it if it was started with the same text and settings. Finished
+    shards survive errors. Raises `UserError` for unreadable text or if another process has locked ``out``, `WorkError`
+    if the disk is full, `Interrupted` after a signal."""
+    about = unfinished_folder.provenance(corpus, tokenizer)
     is_resumed = out.exists()
-    progress: FinishedSlices = defaultdict(list)
+    groups: list[Group] = []
     with contextlib.ExitStack() as stack:
         if is_resumed:
             stack.enter_context(unfinished_folder.locked(out))
-            progress = unfinished_folder.read_progress(out, about)
-        stop = stack.enter_context(_interruptible(out, progress))
-        items = _missing_items(corpus, groups, progress, tokenizer, listen)
-        stream = stack.enter_context(contextlib.closing(_encode_items(tokenizer, items, min(jobs or cores(), cores()))))
-        first_items = list(islice(stream, 1))
+            groups = unfinished_folder.read_progress(out, about)
+        stop = stack.enter_context(_interruptible(out, groups))
+        batches = read_batches(corpus, tokenizer, groups, listen)
+        stream = _encode_batches(tokenizer, batches, min(jobs or cores(), cores()))
+        stack.enter_context(contextlib.closing(stream))
+        first_batches = list(islice(stream, 1))
         if not is_resumed:
-            _check_disk_space(corpus, first_items, len(groups) / len(corpus.groups), out, listen)
+            _check_disk_space(corpus, first_batches, out, listen)
             unfinished_folder.begin(out, about, corpus, tokenizer_files(tokenizer))
             stack.enter_context(unfinished_folder.locked(out))
-        writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, progress)
-        for item, encoded in stop.until_signal(chain(first_items, stream)):
-            writer.add(item, encoded)
-        unfinished_folder.finish(out, about, progress)
+        writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, groups)
+        for batch in stop.until_signal(chain(first_batches, stream)):
+            writer.add(batch)
+        writer.finish_group()
+        unfinished_folder.finish(out, about, groups)
     folder = TokenFolder(out)
     for line in folder.notes():
         listen(events.Note(line))
@@ -221,43 +219,22 @@ def tokenize(
 
 
 @contextlib.contextmanager
-def _interruptible(out: Path, progress: FinishedSlices) -> Iterator[StopSignal]:
+def _interruptible(out: Path, groups: Sequence[Group]) -> Iterator[StopSignal]:
     """Yields a `StopSignal`. Raises `Interrupted` after a signal."""
     with StopSignal() as stop:
         try:
             yield stop
         except Stopped:
             assert stop.signum is not None
-            summary = f"{counted(len(unfinished_folder.all_slices(progress)), 'slice')} finished in {out}"
+            summary = f"{counted(sum(len(group.shards) for group in groups), 'shard')} finished in {out}"
             raise Interrupted(stop.signum, f"interrupted; {summary}: continue with --resume") from None
 
 
-def _missing_items(
-    corpus: Corpus, groups: Sequence[int], progress: FinishedSlices, tokenizer: Tokenizer, listen: Listener
-) -> Iterator[Item]:
-    sizes = [source.size for source in corpus.sources]
-    indexes = [index for group in groups for index in corpus.groups[group]]
-    *starts, total = accumulate((sizes[index] for index in indexes), initial=0)
-    offsets = dict(zip(indexes, starts, strict=True))
-
-    def on_bytes(index: int, position: int) -> None:
-        listen(events.Progress("tokenized", offsets[index] + min(position, sizes[index]), total))
-
-    skipped = Skipped(lambda text: listen(events.Note(text)))
-    for group in groups:
-        slices = progress[group]
-        if not unfinished_folder.is_whole(slices):
-            finished_items = slices[-1].items if slices else 0
-            yield from islice(read_items(corpus, group, tokenizer, on_bytes, skipped), finished_items, None)
-
-
-def _check_disk_space(
-    corpus: Corpus, first_items: list[tuple[Item, EncodedItem]], share: float, out: Path, listen: Listener
-) -> None:
-    """Estimates the size of the tokens from the first item. Raises `WorkError` if the disk has less free space."""
-    size = sum(sum(item.bytes.values()) for item, _ in first_items)
-    encoded_size = sum(ids.nbytes for _, encoded in first_items for ids in encoded.ids.values())
-    needed = round(corpus.survey.bytes * share * encoded_size / max(1, size))
+def _check_disk_space(corpus: Corpus, first_batches: Sequence[Batch], out: Path, listen: Listener) -> None:
+    """Estimates the size of the tokens from the first batch. Raises `WorkError` if the disk has less free space."""
+    size = sum(batch.bytes.total() for batch in first_batches)
+    encoded_size = sum(ids.nbytes for batch in first_batches for ids in batch.ids.values())
+    needed = round(corpus.survey.bytes * encoded_size / max(1, size))
     parent = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(parent).free
     if needed > free:

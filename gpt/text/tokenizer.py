@@ -6,7 +6,6 @@ An end-of-text token precedes each document. Inside a document, the token's char
 import base64
 import hashlib
 import json
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,11 +15,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import tiktoken
 
 from gpt.config import MAX_VOCAB_SIZE
-from gpt.errors import UserError, WorkError
-from gpt.files import cache_dir
+from gpt.errors import UserError
 from gpt.text.backends import ByteBPE, Ids, LibraryTokenizer
 from gpt.text.boundaries import GPT2_PATTERN, SPACES
 
@@ -306,76 +303,10 @@ def check_specials(specials: Sequence[str]) -> None:
             raise UserError(f"the special token {special!r} is not UTF-8", "give it in UTF-8") from None
 
 
-ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"
-_FILES = {  # tiktoken encodings that use another encoding's file.
-    "gpt2": "r50k_base",
-    "p50k_edit": "p50k_base",
-    "o200k_harmony": "o200k_base",
-}
-
-
-def named_tokenizers() -> list[str]:
-    """Returns the names of built-in tokenizers: ``bytes``, ``gpt2`` and tiktoken's other encodings."""
-    return list(dict.fromkeys(["bytes", "gpt2", *tiktoken.list_encoding_names()]))
-
-
-def gpt2_tokenizer() -> Tokenizer:
-    """Returns the tokenizer of GPT-2 and GPT-3 with 50,257 ids, tiktoken's ``r50k_base``."""
-    return named_tokenizer("gpt2")
-
-
-def named_tokenizer(name: str) -> Tokenizer:
-    """Returns the built-in tokenizer called ``name``. Downloads its file once, into the user's cache or
-    ``TIKTOKEN_CACHE_DIR``. If the download fails, raises `WorkError` with the file's address and local path."""
-    if name == "bytes":
-        return bytes_tokenizer()
-    if name == "r50k_base":
-        name = "gpt2"
-    encoding = _load_encoding(name)
-    pattern = encoding._pat_str.replace(r"\p{N}{1,3}+|", r"\p{N}{1,3}|")  # Oniguruma parses {1,3}+ as ({1,3})+.
-    specials: dict[str, int] = {}
-    for word, id in encoding._special_tokens.items():
-        if word != END_OF_TEXT and id not in specials.values():  # o200k_harmony has two names for one id.
-            specials[word] = id
-    return Tokenizer(name, ByteBPE(pattern, dict(encoding._mergeable_ranks)), encoding.eot_token, specials=specials)
-
-
-def _load_encoding(name: str) -> tiktoken.Encoding:
-    file = _FILES.get(name, name)
-    old_folder = os.environ.get("TIKTOKEN_CACHE_DIR")
-    folder = old_folder or str(cache_dir() / "tiktoken")
-    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's default folder is shared by all users.
-    try:
-        return tiktoken.get_encoding("r50k_base" if name == "gpt2" else name)
-    except (OSError, ValueError) as error:  # ValueError means a wrong hash. Network errors are OSErrors.
-        url = f"{ENCODINGS_URL}{file}.tiktoken"
-        path = os.path.join(folder, hashlib.sha1(url.encode()).hexdigest())
-        subject = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary {name}"
-        raise WorkError(
-            f"{subject} is not on this machine and could not be downloaded ({type(error).__name__})",
-            f"on a machine with a network, download {url}; then put it at {path}",
-        ) from None
-    finally:
-        if old_folder is None:
-            del os.environ["TIKTOKEN_CACHE_DIR"]
-
-
 def to_tiktoken(ranks: dict[bytes, int]) -> bytes:
     """Returns ranks in tiktoken's file format: lines with a token in base64 and its rank."""
     sorted_ranks = sorted(ranks.items(), key=lambda item: item[1])
     return b"".join(base64.b64encode(token) + b" " + str(rank).encode() + b"\n" for token, rank in sorted_ranks)
-
-
-def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
-    """Parses ranks in tiktoken's file format. Raises `UserError` naming an invalid line."""
-    ranks: dict[bytes, int] = {}
-    for number, line in enumerate(data.splitlines(), 1):
-        try:
-            token, rank = line.split()
-            ranks[base64.b64decode(token, validate=True)] = int(rank)
-        except ValueError:
-            raise UserError(f"{where}, line {number}: expected a token in base64 and its rank") from None
-    return ranks
 
 
 def auto_vocab_size(n_bytes: int) -> int:

@@ -1,13 +1,13 @@
-"""Unfinished token folders. They are written slice by slice, so a resume can skip finished slices.
+"""Unfinished token folders. They are written shard by shard, so a resume can skip finished shards.
 
-The first line of ``progress.jsonl`` records the folder's provenance; each later line is a finished slice.
+The first line of ``progress.jsonl`` records the folder's provenance; each later line is a finished `Group`.
 """
 
 import contextlib
 import json
 import os
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,118 +20,90 @@ from gpt.files import LINES_LIMIT, atomic_folder, disk_errors, open_regular, rea
 from gpt.settings import Count, checked
 from gpt.text.corpus import Corpus
 from gpt.text.shards import SIDES, Ids, Shard, Side, write_shard
-from gpt.text.token_folder import (
-    COUNTS,
-    MANIFEST,
-    PROGRESS,
-    ShardRecord,
-    SourceRecord,
-    TokenFolder,
-    shard_name,
-    write_manifest,
-)
+from gpt.text.token_folder import COUNTS, MANIFEST, PROGRESS, ShardRecord, SourceRecord, TokenFolder, write_manifest
 from gpt.text.tokenizer import Tokenizer, describe
-from gpt.text.tokenizer_files import find_tokenizer, read_described_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer, read_described_tokenizer
 
-SLICE_IDS = 2**24  # Target size of a slice in ids: 32 or 64 MiB.
+SHARD_IDS = 2**24  # Target size of a shard in ids: 32 or 64 MiB.
 _BAD_TEXT_SETTINGS = ("errors", "skip_bad")
 _HINT = "tokenize into another folder, with --out"
 
 
 @dataclass
-class Item:
-    """Texts to encode together, and data to record if a slice ends with this item. ``begins`` is True for texts that
-    start a document."""
+class Batch:
+    """Texts to encode together. ``begins`` is True for texts that start a document. Encoding replaces the texts by ids
+    and document offsets. Each document starts with `Tokenizer.opening`."""
 
-    group: int
-    number: int  # Position in the group, starting at 1.
     texts: list[str] = field(default_factory=list)
     begins: list[bool] = field(default_factory=list)
     sides: list[Side] = field(default_factory=list)
-    bytes: dict[Side, int] = field(default_factory=lambda: dict.fromkeys(SIDES, 0))
-    last: bool = False  # Whether this is the last item of the group.
-    sources: list[SourceRecord] = field(default_factory=list)  # Sources that end in this item.
-    counts: dict[str, int] = field(default_factory=dict)  # Counts of the group so far.
-
-
-@dataclass
-class EncodedItem:
-    """An item's ids and document offsets, for the training and the held-out side. Each document starts with
-    `Tokenizer.opening`."""
-
+    bytes: Counter[Side] = field(default_factory=Counter)
+    sources: list[SourceRecord] = field(default_factory=list)  # Sources that end in this batch.
+    counts: Counter[str] = field(default_factory=Counter)  # What was skipped, replaced … in these sources.
+    source: int = 0  # The first source that does not end in this batch or before it.
+    texts_read: int = 0  # Texts of this source, up to the end of this batch.
     ids: dict[Side, Ids] = field(default_factory=dict)
     offsets: dict[Side, list[int]] = field(default_factory=lambda: {side: [] for side in SIDES})
 
 
 @dataclass(frozen=True)
-class Slice:
-    """A finished slice: a line of ``progress.jsonl``."""
+class Group:
+    """A finished group of documents: a line of ``progress.jsonl``. It has a shard for each side with text."""
 
-    group: Count
-    slice: Count
-    items: Count  # Number of the group's items up to the end of this slice.
-    last: bool
     shards: list[ShardRecord]
-    sources: list[SourceRecord]
+    sources: list[SourceRecord]  # Sources that end in this group.
     counts: dict[str, Count]
-
-
-FinishedSlices = defaultdict[int, list[Slice]]  # By group, in order.
-
-
-def all_slices(progress: FinishedSlices) -> list[Slice]:
-    """Returns all finished slices, sorted by group."""
-    return [finished_slice for group in sorted(progress) for finished_slice in progress[group]]
-
-
-def is_whole(slices: Sequence[Slice]) -> bool:
-    """Whether these are all slices of their group."""
-    return bool(slices) and slices[-1].last
+    source: Count  # Where the next group starts, as in `Batch`.
+    texts_read: Count
 
 
 class ShardWriter:
-    """Collects encoded items into slices, and writes their shards and a progress line."""
+    """Collects encoded batches into groups, and writes their shards and a progress line."""
 
-    def __init__(self, folder: Path, vocab_size: int, progress: FinishedSlices) -> None:
-        self.folder, self.vocab_size, self.progress = folder, vocab_size, progress
-        self._items: list[tuple[Item, EncodedItem]] = []
+    def __init__(self, folder: Path, vocab_size: int, groups: list[Group]) -> None:
+        self.folder, self.vocab_size, self.groups = folder, vocab_size, groups
+        self._batches: list[Batch] = []
 
-    def add(self, item: Item, encoded: EncodedItem) -> None:
-        """Adds the next item. Writes the slice when it is complete. Raises `WorkError` if the disk is full."""
-        item.texts.clear()  # Frees memory, because a slice has 64 MB of text or more.
-        self._items.append((item, encoded))
-        if (
-            item.last
-            or sum(len(ids) for _, encoded_item in self._items for ids in encoded_item.ids.values()) >= SLICE_IDS
-        ):
-            with disk_errors(self.folder):
-                self._write(item)
-            self._items = []
+    def add(self, batch: Batch) -> None:
+        """Adds the next batch. Finishes the group when it is complete. Raises `WorkError` if the disk is full."""
+        self._batches.append(batch)
+        if sum(len(ids) for each in self._batches for ids in each.ids.values()) >= SHARD_IDS:
+            self.finish_group()
 
-    def _write(self, last_item: Item) -> None:
-        sides = [side for side in SIDES if any(side in encoded.ids for _, encoded in self._items)]
-        index = len(self.progress[last_item.group])
-        shards = [self._write_shard(side, last_item.group, index) for side in sides]
-        sources = [source for item, _ in self._items for source in item.sources]
-        new_slice = Slice(last_item.group, index, last_item.number, last_item.last, shards, sources, last_item.counts)
-        with (self.folder / PROGRESS).open("ab") as file:
-            file.write(_json_line(asdict(new_slice)))
-            file.flush()
-            os.fsync(file.fileno())
-        self.progress[new_slice.group].append(new_slice)
+    def finish_group(self) -> None:
+        """Writes the batches added since the last group, if any. Raises `WorkError` if the disk is full."""
+        if not self._batches:
+            return
+        with disk_errors(self.folder):
+            sides = [side for side in SIDES if any(side in batch.ids for batch in self._batches)]
+            shards = [self._write_shard(side) for side in sides]
+            sources = [source for batch in self._batches for source in batch.sources]
+            counts = sum((batch.counts for batch in self._batches), Counter[str]())
+            last = self._batches[-1]
+            group = Group(shards, sources, dict(counts), last.source, last.texts_read)
+            with (self.folder / PROGRESS).open("ab") as file:
+                file.write(_json_line(asdict(group)))
+                file.flush()
+                os.fsync(file.fileno())
+        self.groups.append(group)
+        self._batches = []
 
-    def _write_shard(self, side: Side, group: int, index: int) -> ShardRecord:
-        name, token_count = shard_name(side, group, index), 0
+    def _write_shard(self, side: Side) -> ShardRecord:
+        name, token_count = _shard_name(side, len(self.groups)), 0
         ids: list[Ids] = []
         offsets: list[int] = []
-        for _, encoded in self._items:
-            if side in encoded.ids:
-                offsets += (token_count + offset for offset in encoded.offsets[side])
-                ids.append(encoded.ids[side])
+        for batch in self._batches:
+            if side in batch.ids:
+                offsets += (token_count + offset for offset in batch.offsets[side])
+                ids.append(batch.ids[side])
                 token_count += len(ids[-1])
         sha256 = write_shard(self.folder / name, ids, np.array(offsets, np.uint64), self.vocab_size)
-        size = sum(item.bytes[side] for item, _ in self._items)
-        return ShardRecord(name, side, group, index, len(offsets), token_count, size, sha256)
+        size = sum(batch.bytes[side] for batch in self._batches)
+        return ShardRecord(name, side, len(offsets), token_count, size, sha256)
+
+
+def _shard_name(side: Side, group: int) -> str:
+    return f"{side}-{group:05d}.ids"
 
 
 def _json_line(values: Mapping[str, Any]) -> bytes:
@@ -147,15 +119,14 @@ def locked(out: Path) -> Iterator[None]:
             (out / files.LOCK).unlink()
 
 
-def provenance(corpus: Corpus, tokenizer: Tokenizer, share: tuple[int, int] | None) -> dict[str, Any]:
+def provenance(corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """Returns the manifest entries that determine the folder's contents."""
     return {
         "texts": list(corpus.texts),
         "asked": dict(corpus.tokenizer_settings),
         "split": corpus.split.describe(),
-        "reading": {**asdict(corpus.reading), "line_breaks": "lf"},  # Older versions kept carriage returns.
+        "reading": asdict(corpus.reading),
         "corpus": corpus.identity(),
-        "part": list(share) if share else None,
         "tokenizer": describe(tokenizer),
     }
 
@@ -171,7 +142,7 @@ def begin(out: Path, about: Mapping[str, Any], corpus: Corpus, tokenizer: Mappin
             write_file(temp_folder / PROGRESS, _json_line({"about": about, "sources": sources}))
 
 
-def check_resumable(out: Path, corpus: Corpus, share: tuple[int, int] | None) -> Tokenizer:
+def check_resumable(out: Path, corpus: Corpus) -> Tokenizer:
     """Returns the tokenizer of an unfinished or finished folder. Raises `UserError` naming the difference if the folder
     was created from other text or with other settings."""
     is_finished = (out / MANIFEST).exists()
@@ -186,13 +157,11 @@ def check_resumable(out: Path, corpus: Corpus, share: tuple[int, int] | None) ->
             f"{out} already exists, and {temporary_name} cannot be compared with the text it was made from",
             "put the text in a file, or choose another --out",
         )
-    if is_finished:
-        old["reading"].setdefault("line_breaks", "lf")
     tokenizer = read_described_tokenizer(out, old.get("tokenizer"), str(out / (MANIFEST if is_finished else PROGRESS)))
-    new = provenance(corpus, tokenizer, share)
+    new = provenance(corpus, tokenizer)
     if corpus.tokenizer_settings["tokenizer"] != "auto":
         new["tokenizer"] = describe(find_tokenizer(corpus.tokenizer_settings["tokenizer"]))
-    _check_sources(out, sources, corpus, share if is_finished else None)
+    _check_sources(out, sources, corpus)
     _check_settings(out, old, new)
     return tokenizer
 
@@ -212,67 +181,58 @@ def _read_header(out: Path) -> dict[str, Any]:
     raise UserError(f"{out} is not a token folder that gpt tokenize started", "choose another path with --out")
 
 
-def read_progress(out: Path, about: Mapping[str, Any]) -> FinishedSlices:
-    """Returns the finished slices of a folder started with the same text and settings, and deletes leftover files.
-    Drops a slice with missing shards, and all later slices of the group. If the settings for bad text changed, drops
-    all unfinished groups, because their items can change."""
+def read_progress(out: Path, about: Mapping[str, Any]) -> list[Group]:
+    """Returns the finished groups of a folder started with the same text and settings, up to the first one without
+    intact shards. Drops the others and deletes leftover files. If the settings for bad text changed, also drops the
+    groups with text of a source that is not finished, because its text can change."""
     header = _read_header(out)
-    progress: FinishedSlices = defaultdict(list)
-    has_dropped = False
-    for line in read_regular(out / PROGRESS, LINES_LIMIT).split(b"\n")[1:]:
-        next_slice = _read_slice(line)
-        if next_slice is None:
-            has_dropped |= line != b""  # An interruption can truncate the last line.
-        elif (
-            next_slice.slice != len(slices := progress[next_slice.group])
-            or is_whole(slices)
-            or not _has_shards(out, next_slice)
-        ):
-            # Later slices of the group are dropped too, because their numbers are no longer consecutive.
-            has_dropped = True
-        else:
-            slices.append(next_slice)
+    lines = read_regular(out / PROGRESS, LINES_LIMIT).split(b"\n")[1:]
+    groups: list[Group] = []
+    source_count = 0
+    for number, line in enumerate(lines):
+        group = _read_group(line)
+        if group is None or not _has_shards(out, number, group):
+            break
+        source_count += len(group.sources)
+        if group.source != source_count or source_count > len(header["sources"]):
+            break
+        groups.append(group)
     if any(header["about"]["reading"].get(key) != about["reading"][key] for key in _BAD_TEXT_SETTINGS):
-        progress = defaultdict(list, {group: slices for group, slices in progress.items() if is_whole(slices)})
-        has_dropped = True
-    shard_files = {shard.file for finished_slice in all_slices(progress) for shard in finished_slice.shards}
-    for path in [*out.glob(".tmp-*"), *out.glob("*.ids")]:
+        unfinished = groups[-1].source if groups else 0
+        while groups and groups[-1].source == unfinished and groups[-1].texts_read:
+            groups.pop()
+    shard_files = {shard.file for group in groups for shard in group.shards}
+    for path in [*out.glob(f"{files.TEMPORARY}*"), *out.glob("*.ids")]:
         if path.name not in shard_files:
             path.unlink(missing_ok=True)
-    if has_dropped:
-        new_header = {"about": about, "sources": header["sources"]}
-        with disk_errors(out):
-            write_file(out / PROGRESS, b"".join(map(_json_line, [new_header, *map(asdict, all_slices(progress))])))
-    return progress
+    header["about"] = about
+    with disk_errors(out):
+        write_file(out / PROGRESS, b"".join(map(_json_line, [header, *map(asdict, groups)])))
+    return groups
 
 
-def _read_slice(line: bytes) -> Slice | None:
+def _read_group(line: bytes) -> Group | None:
     with contextlib.suppress(ValueError, RecursionError, UserError):
-        result = checked(Slice, json.loads(line), PROGRESS)
-        if result.counts.keys() == set(COUNTS):
-            return result
+        group = checked(Group, json.loads(line), PROGRESS)
+        if group.counts.keys() <= set(COUNTS):
+            return group
     return None
 
 
-def _has_shards(out: Path, finished_slice: Slice) -> bool:
-    """Whether the shards of a slice exist with the recorded lengths."""
-    for record in finished_slice.shards:
-        name = shard_name(record.side, finished_slice.group, finished_slice.slice)
-        try:
-            if record.file != name or len(Shard(out / name)) != record.tokens:
-                return False
-        except UserError:
-            return False
-    return True
+def _has_shards(out: Path, number: int, group: Group) -> bool:
+    """Whether the shards of a group exist with the recorded lengths."""
+    with contextlib.suppress(UserError):
+        return all(
+            record.file == _shard_name(record.side, number) and len(Shard(out / record.file)) == record.tokens
+            for record in group.shards
+        )
+    return False
 
 
-def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus, share: tuple[int, int] | None) -> None:
-    """Raises `UserError` if the name, size or modification time of a source changed. With ``share``, compares only that
-    part's sources."""
-    i, n = share or (1, 1)
+def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus) -> None:
+    """Raises `UserError` if the name, size or modification time of a source changed."""
     old_sources = {name: rest for name, *rest in old}
-    for number in (number for group in corpus.groups[i - 1 :: n] for number in group):
-        source = corpus.sources[number]
+    for source in corpus.sources:
         if source.name not in old_sources:
             raise UserError(f"{source.name} did not exist when {out} was started", _HINT)
         if old_sources.pop(source.name) != [source.size, source.time]:
@@ -282,7 +242,7 @@ def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus, share: tuple
 
 
 def _check_settings(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    for key in ("tokenizer", "split", "part", "corpus"):
+    for key in ("tokenizer", "split", "corpus"):
         if old.get(key) != new[key]:
             message = (
                 f"{out} was started with another {key}: {_format_value(old.get(key))}, now {_format_value(new[key])}"
@@ -302,13 +262,15 @@ def _format_value(value: Any) -> str:
     return str(value)
 
 
-def finish(out: Path, about: Mapping[str, Any], progress: FinishedSlices) -> None:
+def finish(out: Path, about: Mapping[str, Any], groups: list[Group]) -> None:
     """Finishes the folder by writing the manifest."""
     counts = dict.fromkeys(COUNTS, 0)
-    for finished_slice in all_slices(progress):
-        for key, value in finished_slice.counts.items() if finished_slice.last else ():
+    for group in groups:
+        for key, value in group.counts.items():
             counts[key] += value
-    shards = [shard for finished_slice in all_slices(progress) for shard in finished_slice.shards]
-    sources = [source for finished_slice in all_slices(progress) for source in finished_slice.sources]
+    shards = [shard for group in groups for shard in group.shards]
+    sources = [source for group in groups for source in group.sources]
+    if sum(shard.bytes for shard in shards) != sum(source.bytes for source in sources):
+        raise UserError(f"{out / PROGRESS} is damaged: it lists other text than it has shards of", f"delete {out}")
     with disk_errors(out):
         write_manifest(out, about, shards, sources, counts)

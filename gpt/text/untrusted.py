@@ -23,9 +23,7 @@ from gpt.errors import UserError
 T = TypeVar("T")
 
 MAX_GROWTH = 32  # Maximum growth factor of a text. Llama's normalizer needs 2; SentencePiece's NFKC needs 18.
-MAX_CHARACTERS = 2**26  # Maximum characters after growth. The library needs about 110 bytes per character.
 MAX_STEPS = 100  # Maximum steps of a normalizer or decoder. Each step reads the text once.
-MAX_AFFIX = 64  # Characters of the prefix or suffix that a model adds to word parts.
 MAX_UNTIMED = 256  # Shorter texts have no time limit: starting a thread would take as long as tokenizing them.
 MAX_UNTIMED_IF_LINEAR = 100_000  # `MAX_UNTIMED` for tokenizers with linear run time.
 SECONDS, CHARACTERS_PER_SECOND = (
@@ -44,27 +42,17 @@ def steps(part: Any, key: str) -> list[dict[str, Any]]:
     return [step for child in part.get(key) or [] for step in steps(child, key)]
 
 
-def check(values: Mapping[str, Any]) -> int:
-    """Returns the maximum growth factor of the normalizer of a ``tokenizer.json``. Raises `UserError` if the normalizer
-    or decoder exceeds `MAX_GROWTH` or `MAX_STEPS`, or an affix exceeds `MAX_AFFIX`."""
-    max_growth = 1
+def check(values: Mapping[str, Any]) -> None:
+    """Raises `UserError` if the normalizer or decoder of a ``tokenizer.json`` exceeds `MAX_GROWTH` or `MAX_STEPS`."""
     for name, key in (("normalizer", "normalizers"), ("decoder", "decoders")):
         step_list = steps(values.get(name), key)
         if len(step_list) > MAX_STEPS:
             raise UserError(
                 f"the tokenizer.json has a {name} of {len(step_list):,} steps; at most {MAX_STEPS} run", _HINT
             )
-        factor = math.prod(map(_growth, step_list), start=1.0)
-        if factor > MAX_GROWTH:
+        if math.prod(map(_growth, step_list), start=1.0) > MAX_GROWTH:
             problem = f"a {name} that may lengthen a text more than {MAX_GROWTH} times"
             raise UserError(f"the tokenizer.json has {problem}", _HINT)
-        max_growth = round(factor) if name == "normalizer" else max_growth
-    model = values.get("model")
-    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
-        affix = model.get(name) if isinstance(model, dict) else None
-        if isinstance(affix, str) and len(affix) > MAX_AFFIX:
-            raise UserError(f"the tokenizer.json has a {name} of {len(affix):,} characters", _HINT)
-    return max_growth
 
 
 def _growth(step: Mapping[str, Any]) -> float:

@@ -10,7 +10,7 @@ from gpt.config import LearnConfig, ReadConfig, TextConfig
 from gpt.text.corpus import Corpus, Listener, TextSample, cut_documents, open_corpus
 from gpt.text.documents import utf8_size
 from gpt.text.tokenizer import Tokenizer, auto_vocab_size, check_specials, train_tokenizer, train_tokenizer_up_to
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 
 
 def train(

@@ -11,7 +11,7 @@ import numpy as np
 from gpt.config import GPTConfig, TextConfig, TrainConfig, find_preset
 from gpt.errors import UserError
 from gpt.evaluate import Window, spread_windows, windows
-from gpt.files import file_sha256, reading
+from gpt.files import file_sha256
 from gpt.parallel import environment
 from gpt.runs.yardsticks import Yardsticks, measure
 from gpt.text import chat, repeats
@@ -53,36 +53,23 @@ class Dataset:
     measure_yardsticks: Callable[[], Yardsticks | None] = lambda: None  # of the held-out text; None for examples
 
 
-def find_token_folder(texts: Sequence[str]) -> Path | None:
-    """Returns the `gpt tokenize` folder in ``texts``, or None. Raises `UserError` if ``texts`` also has other texts."""
-    folders = []
-    for text in texts:
-        with reading(Path(text)):
-            folders += [text] if is_token_folder(text) else []
-    if folders and len(texts) > 1:
-        raise UserError(f"{folders[0]} is tokenized: no other texts can be added", "tokenize all texts together")
-    return Path(folders[0]) if folders else None
-
-
 def open_tokens(
-    path: Path, config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
+    paths: Sequence[Path], config: TrainConfig, note: Callable[[str], None], tokenizer: Tokenizer | None = None
 ) -> Dataset:
-    """Opens a `gpt tokenize` folder. Notes settings that have no effect. Raises `UserError` for a part of a corpus, or
-    a tokenizer other than the base model's ``tokenizer``."""
+    """Opens `gpt tokenize` folders as one. Notes settings that have no effect. Raises `UserError` for a tokenizer other
+    than the base model's ``tokenizer``."""
     defaults = TextConfig()
     option_names = [
         option.name for option in fields(TextConfig) if option.name not in ("seed", "jobs")
     ]  # ``seed`` still seeds training, and ``jobs`` never affects results.
     for name in option_names:
         if getattr(config, name) != getattr(defaults, name):
-            note(f"{path} is already tokenized: --{name.replace('_', '-')} has no effect")
-    folder = TokenFolder(path)
-    if folder.manifest.get("part"):
-        raise UserError(f"{path} is a part of a corpus", "join the parts: gpt data merge PART... -o DIR")
+            note(f"{paths[0]} is already tokenized: --{name.replace('_', '-')} has no effect")
+    folder = TokenFolder(*paths)
     if tokenizer is not None and not folder.adopt_tokenizer(tokenizer):
         model = config.init or config.teacher[0]
         raise UserError(
-            f"{path} was made with another tokenizer ({folder.tokenizer.name}), not that of {model}",
+            f"{folder.path} was made with another tokenizer ({folder.tokenizer.name}), not that of {model}",
             f"tokenize the text with the model's own: gpt tokenize … --tokenizer {model}",
         )
     return _open_folder(folder, note)
@@ -112,7 +99,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     keys = ("name", "size", "documents", "bytes", "sha256")
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
     if found:
-        sources = [{"name": str(folder.path), "sha256": file_sha256(folder.path / MANIFEST)}]
+        sources = [{"name": str(path), "sha256": file_sha256(path / MANIFEST)} for path in folder.paths]
     return Dataset(
         folder.path.absolute().name,
         folder.tokenizer,
@@ -133,12 +120,14 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
 def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpus | None = None) -> Dataset:
     """Opens a folder and notes its contents. Raises `UserError` if it has no training tokens, or too few held-out
     tokens to predict one."""
-    data = load_tokens(TokenFolder(folder.path), found=corpus is None)
+    data = load_tokens(TokenFolder(*folder.paths), found=corpus is None)
     for line in [*describe(folder, corpus), *([] if environment.rank() else repeats.notes(folder))]:
         note(line)
     if not data.tokens:
         raise UserError(f"{folder.path} has nothing to train on: all of its text is held out")
-    if not data.held_out_targets and (data.held_out_tokens or folder.manifest["split"]["by"] == "end"):
+    if not data.held_out_targets and (
+        data.held_out_tokens or any(part.manifest["split"]["by"] == "end" for part in folder.folders)
+    ):
         raise UserError(
             f"the text is too short: the {data.held_out_bytes:,} held-out bytes are one token, too few to predict",
             "give more text or a larger --val-fraction, or use --val-fraction 0 to hold out nothing",
@@ -148,8 +137,8 @@ def _open_folder(folder: TokenFolder, note: Callable[[str], None], corpus: Corpu
 
 def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
     """Returns notes on the text and its tokenization."""
-    manifest = folder.manifest
-    names = ", ".join(manifest.get("texts") or []) or (corpus.name if corpus else str(folder.path))
+    texts = [text for part in folder.folders for text in part.manifest["texts"]]
+    names = ", ".join(texts) or (corpus.name if corpus else str(folder.path))
     train, held_out = folder.count_text_bytes("train"), folder.count_text_bytes("val")
     first = corpus.first_held_out if corpus else None
     lines = [
@@ -157,7 +146,7 @@ def describe(folder: TokenFolder, corpus: Corpus | None = None) -> list[str]:
         f"{train:,} bytes to train on, {held_out:,} held out" + (f", starting at {first}" if first else "")
     ]
     lines += folder.notes() if corpus is None else []  # `tokenize` has reported them.
-    tokens = sum(shard.tokens for shard in folder.shards if shard.side == "train")
+    tokens = sum(part.manifest["train"]["tokens"] for part in folder.folders)
     lines.append(
         f"tokenizer {folder.tokenizer.name}: {folder.tokenizer.vocab_size:,} ids, {tokens:,} tokens to train on, "
         f"{train / max(1, tokens):.2f} bytes each"

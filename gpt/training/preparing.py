@@ -16,8 +16,9 @@ from gpt.runs import folder
 from gpt.runs.record import FORMAT, RunRecord
 from gpt.text.corpus import open_corpus
 from gpt.text.examples import Conversation, Pair, kind_of
+from gpt.text.token_folder import find_token_folders
 from gpt.training.context import Inputs, Session, data_record, now
-from gpt.training.data import Dataset, find_token_folder, make_tokens, open_examples, open_tokens
+from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import find_init
 from gpt.training.size import preset_for_minutes
 from gpt.training.teachers import choose_tokenizer, find_teacher
@@ -50,8 +51,8 @@ def prepare(
     corpus = None
     if config.has_examples:
         data = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
-    elif path := find_token_folder(texts):
-        data = open_tokens(path, config, note, tokenizer)
+    elif paths := find_token_folders(texts):
+        data = open_tokens(paths, config, note, tokenizer)
         config = preset_for_minutes(config, compute, data.bytes, note, session.world.size)
     else:
         corpus = open_corpus(texts, config, listen)

@@ -20,10 +20,10 @@ from gpt.runs import checkpoint, folder, hub
 from gpt.runs.record import FORMAT, RunRecord, StartRecord
 from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
-from gpt.text.token_folder import MANIFEST, TokenFolder
+from gpt.text.token_folder import MANIFEST, TokenFolder, find_token_folders
 from gpt.training import logs
 from gpt.training.context import Result, Session, now, versions
-from gpt.training.data import Dataset, find_token_folder, load_tokens, make_tokens, open_examples, open_tokens
+from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
@@ -301,8 +301,8 @@ def open_data(
     elif config.has_examples:
         block_size = started.recipe.model.block_size if started.recipe else None
         data = open_examples(texts, config, kind, note, tokenizer, init.model if init else None, block_size)
-    elif path := find_token_folder(texts):
-        data = open_tokens(path, config, note, tokenizer)
+    elif paths := find_token_folders(texts):
+        data = open_tokens(paths, config, note, tokenizer)
     else:  # The run was interrupted while tokenizing.
         shutil.rmtree(tokens, ignore_errors=True)
         corpus = open_corpus(texts, config, session.listen)

@@ -107,7 +107,7 @@ def test_main_help_page_lists_every_command(gpt: Gpt) -> None:
 def test_hidden_options_work(gpt: Gpt) -> None:
     hidden = {name: {option.name for option in panels(name).get(help_pages.RARE, [])} for name in COMMANDS}
     assert hidden["train"] == {"batch_ramp", "warmup_tokens", "sample_bytes"}
-    assert hidden["tokenize"] == {"part", "sample_bytes"}
+    assert hidden["tokenize"] == {"sample_bytes"}
     assert "batch_ramp = 5" in gpt("train", "--batch-ramp", "5", "--print-config").out
 
 

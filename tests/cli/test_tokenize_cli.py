@@ -37,11 +37,6 @@ def test_next_command_is_printed(gpt: Gpt, texts: Path) -> None:
     output = gpt("data", "show", "my tokens").out
     assert output.startswith("folder  my tokens\n")
     assert output.endswith("gpt train 'my tokens'\n")
-    assert run_tokenize(gpt, "my texts", "-o", "p1", "--part", "1/2").out.endswith("gpt data merge PART... -o DIR\n")
-    part = run_tokenize(gpt, "my texts", "-o", "p2", "--part", "2/2")  # The part is empty.
-    assert part.out.endswith("gpt data merge PART... -o DIR\n")
-    merged = gpt("data", "merge", "p1", "p2", "-o", "joined").out
-    assert merged.endswith("gpt train joined\n")
 
 
 def test_data_show_reports_missing_training_text(gpt: Gpt, texts: Path) -> None:

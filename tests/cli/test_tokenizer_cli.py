@@ -11,7 +11,7 @@ import pytest
 from conftest import Done, Gpt, make_text
 
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from gpt.exporting import gguf_tokenizer
 from gpt.text.backends import ByteBPE
 from gpt.text.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 
 TRAINED = train_tokenizer([make_text()], 500, ["<|user|>"])
 O200K = (

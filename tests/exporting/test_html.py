@@ -31,7 +31,7 @@ from gpt.text import boundaries, chat
 from gpt.text.backends import ByteBPE, added_token, to_gpt2_spelling
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 
 # Widths that are multiples of 16, and widths that are not.
 SHAPES: dict[str, GPTConfig] = {

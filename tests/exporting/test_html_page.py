@@ -27,7 +27,7 @@ from gpt.sample_config import SampleConfig
 from gpt.text import chat
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer_up_to
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 
 pytestmark = pytest.mark.slow
 MODERN, GPT2 = ARCHITECTURES["modern"], ARCHITECTURES["gpt2"]

@@ -27,7 +27,7 @@ from gpt.sample_config import SampleConfig
 from gpt.text import chat
 from gpt.text.gguf_vocabulary import _END_WORDS
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 
 pytestmark = pytest.mark.slow
 TEXTS = llama_cpp.random_texts(100)

@@ -22,7 +22,8 @@ from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.text import chat
 from gpt.text.tokenizer import bytes_tokenizer, train_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
+from gpt.text.tokenizer_save import save_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

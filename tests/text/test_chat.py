@@ -23,10 +23,11 @@ from gpt.config import TextConfig
 from gpt.decoding.write import Sample
 from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
-from gpt.text import chat, formats
+from gpt.text import chat, examples
 from gpt.text.examples import Conversation, read_examples
 from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer, save_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
+from gpt.text.tokenizer_save import save_tokenizer
 from gpt.training.example_rows import ChatEncoder
 
 SYSTEM = {"role": "system", "content": "Answer briefly.\n"}
@@ -548,7 +549,7 @@ def test_answers_of_weight_0_are_not_trained(template: str, workdir: Path) -> No
     assert trained_texts[1] == trained_texts[0][1:]
 
 
-MASKS = {**dict.fromkeys(formats._TRAIN_KEYS, (0, 1)), "masked": (1, 0)}
+MASKS = {**dict.fromkeys(examples._TRAIN_KEYS, (0, 1)), "masked": (1, 0)}
 
 
 @pytest.mark.parametrize("key", MASKS)
@@ -644,11 +645,11 @@ def key_rows() -> list[tuple[str, str, str]]:
 def test_guide_has_every_key() -> None:
     keys = {key for key, _, _ in key_rows()}
     lists = (
-        formats.HARMLESS,
-        formats._MESSAGE_KEYS,
-        formats.CHATS.keys,
-        formats.CHATS.synonyms,
-        formats.CHATS.optional,
+        examples.HARMLESS,
+        examples._MESSAGE_KEYS,
+        Conversation.records.keys,
+        Conversation.records.synonyms,
+        Conversation.records.optional,
     )
     assert keys == {"name", *(key for names in lists for key in names)}
 

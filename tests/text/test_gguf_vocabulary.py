@@ -19,7 +19,8 @@ from gpt.gguf_header import header
 from gpt.model.decoder import GPT
 from gpt.text import gguf_vocabulary
 from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer, from_tokenizer_json
+from gpt.text.tokenizer_find import find_tokenizer
+from gpt.text.tokenizer_import import from_tokenizer_json
 
 pytest.importorskip("gguf")
 

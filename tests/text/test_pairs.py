@@ -25,7 +25,7 @@ from gpt.model.loss import IGNORED
 from gpt.sample_config import SampleConfig
 from gpt.text.examples import Conversation, Pair, kind_of, read_examples, split
 from gpt.text.tokenizer import bytes_tokenizer
-from gpt.text.tokenizer_files import find_tokenizer
+from gpt.text.tokenizer_find import find_tokenizer
 from gpt.training import evaluation
 from gpt.training.example_rows import ExampleRows, PairEncoder, RowBatches
 

@@ -210,8 +210,8 @@ def test_check_needs_tokens_or_examples(gpt: Gpt, workdir: Path) -> None:
 def test_the_tokens_decide_whatever_the_shards_are(workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.txt").write_text(make_text(3000) * 2, encoding="utf-8")
     note_lines(["a.txt"], "one")
-    monkeypatch.setattr("gpt.text.unfinished_folder.SLICE_IDS", 2**12)
-    monkeypatch.setattr("gpt.text.tokenize.ITEM", 2**10)
+    monkeypatch.setattr("gpt.text.unfinished_folder.SHARD_IDS", 2**12)
+    monkeypatch.setattr("gpt.text.tokenize.BATCH", 2**10)
     monkeypatch.setattr("gpt.text.corpus.ENCODE_CHARACTERS", 2**10)
     note_lines(["a.txt"], "many")
     first, second = (repeats_in(TokenFolder(name)) for name in ("one", "many"))

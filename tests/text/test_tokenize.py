@@ -1,4 +1,4 @@
-"""Token shards don't depend on threads, interruptions or parts."""
+"""Token shards don't depend on threads or interruptions; several folders are trained on as one."""
 
 import hashlib
 import json
@@ -27,16 +27,15 @@ from gpt.text.tokenize import tokenize_texts
 
 SMALL = {
     "gpt.text.corpus.ENCODE_CHARACTERS": 300,
-    "gpt.text.tokenize.ITEM": 700,
-    "gpt.text.tokenize.ITEM_DOCUMENTS": 5,
-    "gpt.text.unfinished_folder.SLICE_IDS": 3000,
-    "gpt.text.corpus.GROUP_BYTES": 20_000,
+    "gpt.text.tokenize.BATCH": 700,
+    "gpt.text.tokenize.BATCH_TEXTS": 5,
+    "gpt.text.unfinished_folder.SHARD_IDS": 3000,
 }
 
 
 @pytest.fixture
-def small_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes groups, slices and items so small that a short text has many."""
+def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes shards and batches so small that a short text has many."""
     for name, value in SMALL.items():
         monkeypatch.setattr(name, value)
 
@@ -67,7 +66,7 @@ def tokenize(texts: Path | str, out: Path, **settings: object) -> TokenFolder:
 # Output
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 def test_ids_decode_to_the_text(texts: Path, tmp_path: Path) -> None:
     folder = tokenize(texts, tmp_path / "out")
     folder.verify()
@@ -82,15 +81,13 @@ def test_ids_decode_to_the_text(texts: Path, tmp_path: Path) -> None:
     assert folder.manifest["split"]["by"] == "hash"
     assert 10 < len(documents["val"]) < 60
     assert len(folder.shards) > 10
-    assert max(shard.group for shard in folder.shards) >= 3
-    assert max(shard.slice for shard in folder.shards) >= 2
     assert [source.name for source in folder.sources()] == [str(path) for path in sorted(texts.iterdir())]
     a = next(folder.sources())
     assert a.sha256 == hashlib.sha256((texts / "a.txt").read_bytes()).hexdigest()
     assert (a.size, a.time) == ((texts / "a.txt").stat().st_size, (texts / "a.txt").stat().st_mtime_ns)
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 def test_thread_count_does_not_change_the_output(texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     single = tokenize(texts, tmp_path / "one", jobs=1)
     monkeypatch.setattr("gpt.text.tokenize.cores", lambda: 3)
@@ -156,7 +153,7 @@ def test_special_tokens_in_the_text_are_counted(gpt: Callable[..., Done], workdi
     assert "the text contains special tokens 6 times: they are treated as ordinary text" in result.err
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 def test_line_breaks_are_normalized(gpt: Callable[..., Done], texts: Path, tmp_path: Path) -> None:
     for name, line_break in {"lf": "\n", "crlf": "\r\n", "cr": "\r"}.items():
         (tmp_path / name).mkdir()
@@ -165,17 +162,6 @@ def test_line_breaks_are_normalized(gpt: Callable[..., Done], texts: Path, tmp_p
     shards_of = {name: [record.sha256 for record in folder.shards] for name, folder in folders.items()}
     assert shards_of["lf"] == shards_of["crlf"] == shards_of["cr"]
     assert folders["crlf"].bytes == (tmp_path / "lf/a.txt").stat().st_size
-    # An older version's unfinished folder has carriage returns.
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(unfinished_folder, "finish", lambda *_: 1 / 0)
-        tokenize(tmp_path / "crlf", tmp_path / "old", **BYTES)
-    progress = tmp_path / "old" / token_folder.PROGRESS
-    progress.write_text(progress.read_text().replace(', "line_breaks": "lf"', ""))
-    with pytest.raises(UserError, match="old was started with line_breaks None, now 'lf'"):
-        tokenize(tmp_path / "crlf", tmp_path / "old", resume=True, **BYTES)
-    manifest = tmp_path / "lf.tokens" / token_folder.MANIFEST
-    manifest.write_text(re.sub(r',\s*"line_breaks": "lf"', "", manifest.read_text()))
-    assert tokenize(tmp_path / "lf", tmp_path / "lf.tokens", resume=True, **BYTES).bytes == folders["lf"].bytes
 
 
 # Resume
@@ -185,11 +171,11 @@ class SimulatedCrash(Exception):
     pass
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("step", [5, more(1)])
-def test_resume_after_any_slice_is_byte_identical(texts: Path, tmp_path: Path, step: int) -> None:
+def test_resume_after_any_group_is_byte_identical(texts: Path, tmp_path: Path, step: int) -> None:
     expected = hashes(tokenize(texts, tmp_path / "whole").path)
-    count = len({(shard.group, shard.slice) for shard in TokenFolder(tmp_path / "whole").shards})
+    count = len({shard.file.partition("-")[2] for shard in TokenFolder(tmp_path / "whole").shards})
     assert count > 8
     for crash_at in range(0, count, step):
         out = tmp_path / str(crash_at)
@@ -198,33 +184,33 @@ def test_resume_after_any_slice_is_byte_identical(texts: Path, tmp_path: Path, s
             TokenFolder(out)
         with pytest.raises(UserError, match="already exists"):
             tokenize(texts, out)
-        with pytest.MonkeyPatch.context() as patch:  # Rewriting a finished slice would crash again.
-            patch.setattr(unfinished_folder.ShardWriter, "_write", crash_after(count - crash_at))
+        with pytest.MonkeyPatch.context() as patch:  # Rewriting a finished group would crash again.
+            patch.setattr(unfinished_folder.ShardWriter, "finish_group", crash_after(count - crash_at))
             tokenize(texts, out, resume=True, jobs=1 + crash_at % 2)
         assert hashes(out) == expected
 
 
-_write = unfinished_folder.ShardWriter._write
+finish_group = unfinished_folder.ShardWriter.finish_group
 
 
 def crash_after(count: int) -> Callable[..., None]:
     writes = iter(range(count))
 
-    def write(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
-        if next(writes, None) is None:
+    def write(self: unfinished_folder.ShardWriter) -> None:
+        if self._batches and next(writes, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
             with (self.folder / token_folder.PROGRESS).open("ab") as file:
-                file.write(b'{"group": 1, "it')
+                file.write(b'{"shards": [{"fi')
             raise SimulatedCrash
-        _write(self, item)
+        finish_group(self)
 
     return write
 
 
 def tokenize_until_crash(texts: Path, out: Path, count: int, **settings: object) -> None:
-    """Crashes after writing ``count`` slices."""
+    """Crashes after writing ``count`` groups."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SimulatedCrash):
-        patch.setattr(unfinished_folder.ShardWriter, "_write", crash_after(count))
+        patch.setattr(unfinished_folder.ShardWriter, "finish_group", crash_after(count))
         tokenize(texts, out, **settings)
 
 
@@ -241,14 +227,14 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    """A command that tokenizes in small slices."""
+    """A command that writes small shards."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(small=SMALL))
     return [sys.executable, str(path), "tokenize"]
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 def test_resume_after_sigkill_is_byte_identical(texts: Path, tmp_path: Path, script: list[str]) -> None:
     expected = hashes(tokenize(texts, tmp_path / "whole").path)
@@ -257,7 +243,7 @@ def test_resume_after_sigkill_is_byte_identical(texts: Path, tmp_path: Path, scr
     codes = []
     for kill_at in (3, 100_000):
         with subprocess.Popen(command) as process:
-            while process.poll() is None and finished_slices(out) <= kill_at:
+            while process.poll() is None and finished_groups(out) <= kill_at:
                 time.sleep(0.002)
             process.kill()
         codes.append(process.returncode)
@@ -266,7 +252,7 @@ def test_resume_after_sigkill_is_byte_identical(texts: Path, tmp_path: Path, scr
     assert hashes(out) == expected
 
 
-def finished_slices(out: Path) -> int:
+def finished_groups(out: Path) -> int:
     path = out / token_folder.PROGRESS
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
@@ -277,7 +263,7 @@ def test_signal_stops_gracefully(texts: Path, tmp_path: Path, script: list[str],
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "2"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        while process.poll() is None and finished_slices(out) < 2:
+        while process.poll() is None and finished_groups(out) < 2:
             time.sleep(0.002)
         process.send_signal(signum)
         _, err = process.communicate()
@@ -290,7 +276,7 @@ def test_signal_stops_gracefully(texts: Path, tmp_path: Path, script: list[str],
     TokenFolder(out).verify()
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) -> None:
     copy, out = tmp_path / "texts", tmp_path / "out"
     shutil.copytree(texts, copy)
@@ -302,7 +288,6 @@ def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) 
 
     assert_resume_refused("started with vocab_size 400", vocab_size=500)
     assert_resume_refused("another split", val_fraction=0.2)
-    assert_resume_refused("another part", part="1/2")
     assert_resume_refused("started with split_on None, now '---'", split_on="---")
     (copy / "d.txt").write_text("new")
     assert_resume_refused(r"d\.txt did not exist when")
@@ -323,11 +308,11 @@ def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) 
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["letter.txt"]
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize(
     ("milder", "counted"), [({"skip_bad": True}, "skipped"), ({"errors": "replace"}, "replaced")], ids=str
 )
-def test_bad_text_keeps_finished_slices_and_can_be_skipped(
+def test_bad_text_keeps_finished_groups_and_can_be_skipped(
     tmp_path: Path, milder: dict[str, object], counted: str
 ) -> None:
     copy, out = tmp_path / "texts", tmp_path / "out"
@@ -336,7 +321,7 @@ def test_bad_text_keeps_finished_slices_and_can_be_skipped(
     (copy / "two.txt").write_bytes(make_text(3000, seed=1).encode())
     with pytest.raises(UserError, match=r"one\.txt is not UTF-8"):
         tokenize(copy, out, **BYTES, val_fraction=0.0)
-    assert finished_slices(out) > 1  # The text before the bad byte was written.
+    assert finished_groups(out) > 1  # The text before the bad byte was written.
     single = tokenize(copy, tmp_path / "whole", **BYTES, val_fraction=0.0, **milder)
     assert single.manifest[counted] == 1
     assert hashes(tokenize(copy, out, resume=True, **BYTES, val_fraction=0.0, **milder).path) == hashes(single.path)
@@ -345,37 +330,49 @@ def test_bad_text_keeps_finished_slices_and_can_be_skipped(
         tokenize(copy, out, resume=True, **BYTES, val_fraction=0.0)
 
 
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 def test_damaged_shard_and_later_ones_are_rewritten(texts: Path, tmp_path: Path) -> None:
     expected = hashes(tokenize(texts, tmp_path / "whole").path)
-    records = TokenFolder(tmp_path / "whole").shards
-    group = max({shard.group for shard in records}, key=lambda g: max(s.slice for s in records if s.group == g))
-    assert sum(shard.group == group and shard.side == "train" for shard in records) > 3
-    for slice in range(2):
-        out = tmp_path / str(slice)
+    for group in (0, 3):
+        out = tmp_path / str(group)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(unfinished_folder, "finish", lambda *_: 1 / 0)
             tokenize(texts, out)
-        truncated = out / f"train-{group:05d}-{slice:05d}.ids"
+        truncated = out / f"train-{group:05d}.ids"
         truncated.write_bytes(truncated.read_bytes()[:-2])
         tokenize_until_crash(texts, out, 1, resume=True)
         assert hashes(tokenize(texts, out, resume=True).path) == expected
 
 
+@pytest.mark.usefixtures("small_shards")
+def test_forged_progress_loses_no_text(texts: Path, tmp_path: Path) -> None:
+    expected = hashes(tokenize(texts, tmp_path / "whole").path)
+    for key, value in (("source", 9), ("source", 10**9), ("texts_read", 10**9), ("shards", [])):
+        out = tmp_path / f"{key} {value}"
+        tokenize_until_crash(texts, out, 4)
+        *lines, _ = (out / token_folder.PROGRESS).read_text().splitlines()
+        lines[-1] = json.dumps(json.loads(lines[-1]) | {key: value})
+        (out / token_folder.PROGRESS).write_text("".join(f"{line}\n" for line in lines))
+        try:
+            assert hashes(tokenize(texts, out, resume=True).path) == expected
+        except UserError as error:
+            assert "is damaged" in error.message
+
+
 @pytest.mark.slow
-@pytest.mark.usefixtures("small_slices")
+@pytest.mark.usefixtures("small_shards")
 def test_only_one_process_can_write_a_folder(texts: Path, tmp_path: Path, script: list[str]) -> None:
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--jobs", "1", "-q", "--resume"]
 
-    def second(self: unfinished_folder.ShardWriter, item: unfinished_folder.Item) -> None:
+    def second(self: unfinished_folder.ShardWriter) -> None:
         result = subprocess.run(command, capture_output=True, text=True, check=False)
         assert result.returncode == 2
         assert f"error: another process is writing {out}" in result.stderr
         raise SimulatedCrash
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SimulatedCrash):
-        patch.setattr(unfinished_folder.ShardWriter, "_write", second)
+        patch.setattr(unfinished_folder.ShardWriter, "finish_group", second)
         tokenize(texts, out)
     assert subprocess.run(command, check=False).returncode == 0
     assert not (out / ".lock").exists()
@@ -397,67 +394,6 @@ def test_stdin_cannot_be_resumed(gpt: Callable[..., Done], workdir: Path) -> Non
     one_line_of_what_and_what_next(
         gpt(*args, stdin=b"same size"), "stdin cannot be compared with the text it was made from"
     )
-
-
-# Parts
-
-
-@pytest.mark.usefixtures("small_slices")
-def test_parts_of_different_texts_cannot_be_merged(tmp_path: Path) -> None:
-    names = [str(tmp_path / f"{number}.txt") for number in range(3)]
-    for number, name in enumerate(names):
-        Path(name).write_text(make_text(4000, seed=number))
-    Path(names[1]).write_text("x" * Path(names[0]).stat().st_size)
-
-    def part(out: str, number: int, texts: list[str], val_text: str = names[2]) -> Path:
-        config = TokenizeConfig(out=str(tmp_path / out), part=f"{number}/2", val_text=val_text, tokenizer="bytes")
-        return tokenize_texts(texts, config).path
-
-    def assert_merge_refused(message: str, *parts: Path) -> None:
-        with pytest.raises(UserError, match=message):
-            token_folder.merge(parts, tmp_path / "refused")
-
-    first, second = part("first", 1, names[:2]), part("second", 2, names[:2])
-    other = part("other", 2, names[:1], str(tmp_path / "[12].txt"))
-    assert_merge_refused("not parts of one corpus: their corpus differs", first, other)
-    (second / "notes").mkdir()
-    assert token_folder.merge([second, first], tmp_path / "merged").tokens
-    shard = second / TokenFolder(second).shards[0].file
-    shard_bytes = shard.read_bytes()
-    shard.write_bytes(shard_bytes[:100])
-    assert_merge_refused(re.escape(shard.name), first, second)
-    shard.write_bytes(shard_bytes)
-    manifest, duplicate = json.loads((second / token_folder.MANIFEST).read_text()), TokenFolder(first).shards[0]
-    manifest["shards"][0] |= {key: getattr(duplicate, key) for key in ("file", "group", "slice", "side")}
-    (second / token_folder.MANIFEST).write_text(json.dumps(manifest))
-    before = hashes(first)
-    assert_merge_refused("two of the parts have the same shards|is damaged|does not match", first, second)
-    assert hashes(first) == before
-
-
-@pytest.mark.usefixtures("small_slices")
-@pytest.mark.parametrize("count", [1, 3, more(40)])
-def test_merged_parts_equal_a_single_run(texts: Path, tmp_path: Path, count: int) -> None:
-    single_run = tokenize(texts, tmp_path / "whole").path
-    parts = [tokenize(texts, tmp_path / f"part{i}", part=f"{i}/{count}").path for i in range(1, count + 1)]
-    if count == 3:
-        other = tokenize(texts, tmp_path / "other", part="2/3", seed=3).path
-        for incomplete, message in (
-            ([parts[0], parts[2]], "part 2/3 is missing"),
-            ([*parts, parts[1]], "one was given twice"),
-            ([single_run, *parts], "is not a part"),
-            ([parts[0], other, parts[2]], "not parts of one corpus: their split differs"),
-        ):
-            with pytest.raises(UserError, match=message):
-                token_folder.merge(incomplete, tmp_path / "merged")
-        with pytest.raises(UserError, match="is a part of a corpus"):
-            train_tiny(parts[0], tmp_path / "run")
-        assert not (tmp_path / "merged").exists()
-    merged = token_folder.merge(parts[::-1], tmp_path / "merged")
-    assert hashes(merged.path) == hashes(single_run)
-    merged.verify()
-    with pytest.raises(UserError, match="already exists"):
-        token_folder.merge(parts, tmp_path / "merged")
 
 
 # Training
@@ -500,11 +436,63 @@ def test_token_folder_with_another_tokenizer_is_an_error(
     one_line_of_what_and_what_next(gpt("eval", other_folder.path, "-m", run_folder), "was made with another tokenizer")
     tokens = tokenize(texts, tmp_path / "same", tokenizer=str(run_folder), vocab_size=None)
     assert gpt("eval", tokens.path, "-m", run_folder, "-q").code == 0
-    result = gpt("train", tokens.path, texts, "--out", tmp_path / "run")
-    one_line_of_what_and_what_next(result, "no other texts can be added")
+    for other, problem in (texts, f"{texts} is not"), (other_folder.path, "was made with another tokenizer than"):
+        result = gpt("train", tokens.path, other, "--out", tmp_path / "run")
+        one_line_of_what_and_what_next(result, problem)
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.usefixtures("small_slices")
+def read_ids(folder: TokenFolder, side: shards.Side) -> list[int]:
+    stream = folder.stream(side)
+    return stream.take(0, len(stream)).tolist()
+
+
+def test_several_token_folders_are_one_text(texts: Path, tmp_path: Path, gpt: Callable[..., Done]) -> None:
+    tokenizer = tokenize(texts, tmp_path / "any").path
+    paths = [tmp_path / name for name in ("one", "two")]
+    parts = [
+        tokenize(source, path, tokenizer=str(tokenizer), vocab_size=None)
+        for source, path in zip((texts / "c.jsonl", texts / "a.txt"), paths, strict=True)
+    ]
+    both = TokenFolder(*paths)
+    both.verify()
+    for side in shards.SIDES:
+        assert read_ids(both, side) == read_ids(parts[0], side) + read_ids(parts[1], side)
+        assert both.count_text_bytes(side) == sum(part.count_text_bytes(side) for part in parts)
+        assert len(both.stream(side).documents) == sum(len(part.stream(side).documents) for part in parts)
+    result = gpt("train", *paths, "-o", tmp_path / "run", "--steps", "2", "--n-embd", "16", "--n-head", "2", "-q")
+    assert result.code == 0, result.err
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert [source["name"] for source in record["sources"]] == list(map(str, paths))
+    assert gpt("train", "--resume", tmp_path / "run", "--steps", "3", "-q").code == 0
+    evaluated = json.loads(gpt("eval", *paths, "-m", tmp_path / "run", "--json", "-q").out)
+    assert evaluated["bytes"] == both.count_text_bytes("val")
+    copies = json.loads(gpt("data", "check", *paths, "--json").out)
+    assert copies["documents"] == both.documents + 1  # The end of a.txt is held out.
+    assert gpt("data", "check", tmp_path / "run", "--json").out == gpt("data", "check", *paths, "--json").out
+    assert "in the training text" in gpt("report", tmp_path / "run").out
+
+
+def test_older_token_folder_loads(texts: Path, tmp_path: Path) -> None:
+    folder = tokenize(texts, tmp_path / "tokens")
+    expected = read_ids(folder, "train")
+    numbers = {"group": 0, "slice": 0}
+    for record in folder.shards:
+        (folder.path / record.file).rename(folder.path / record.file.replace(".ids", "-00000.ids"))
+    lines = [
+        json.dumps(json.loads(line) | {"group": 0}) for line in (folder.path / "sources.jsonl").read_text().splitlines()
+    ]
+    (folder.path / "sources.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    manifest = folder.manifest | {"part": None}
+    for shard in manifest["shards"]:
+        shard |= numbers | {"file": shard["file"].replace(".ids", "-00000.ids")}
+    manifest["sources"]["sha256"] = hashlib.sha256((folder.path / "sources.jsonl").read_bytes()).hexdigest()
+    (folder.path / "manifest.json").write_text(json.dumps(manifest))
+    TokenFolder(folder.path).verify()
+    assert read_ids(TokenFolder(folder.path), "train") == expected
+
+
+@pytest.mark.usefixtures("small_shards")
 def test_damaged_token_folder_is_an_error(texts: Path, tmp_path: Path) -> None:
     valid_folder, bad = tokenize(texts, tmp_path / "good"), tmp_path / "bad"
     shard = valid_folder.shards[0].file

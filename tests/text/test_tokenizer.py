@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as HFTokenizer
 
 from gpt.errors import UserError, WorkError
-from gpt.text import tokenizer, tokenizer_files, vocabulary
+from gpt.text import tokenizer, tokenizer_find, tokenizer_import, tokenizer_save, vocabulary
 from gpt.text.backends import ByteBPE, LibraryTokenizer
 
 HARD = [
@@ -34,7 +34,7 @@ def trained() -> tokenizer.Tokenizer:
 
 @pytest.fixture(scope="module")
 def hf_tokenizer(trained: tokenizer.Tokenizer) -> HFTokenizer:
-    return HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(trained)))
+    return HFTokenizer.from_str(json.dumps(tokenizer_save.to_tokenizer_json(trained)))
 
 
 @settings(max_examples=300)
@@ -50,15 +50,15 @@ def test_round_trip_and_parity_on_any_text(text: str, trained: tokenizer.Tokeniz
 @needs_shared
 def test_gpt2_ids_equal_tiktoken_and_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
-    bpe = tokenizer.gpt2_tokenizer()
+    bpe = tokenizer_import.gpt2_tokenizer()
     assert (bpe.vocab_size, bpe.eot) == (50_257, 50_256)
     reference = tiktoken.get_encoding("r50k_base")
-    hf_tokenizer = HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(bpe)))
+    hf_tokenizer = HFTokenizer.from_str(json.dumps(tokenizer_save.to_tokenizer_json(bpe)))
     for text in [*HARD, make_text(500), (SHARED / "data" / "tinyshakespeare.txt").read_text()[:100_000]]:
         assert bpe.encode(text).tolist() == reference.encode_ordinary(text)
         if "<|endoftext|>" not in text:
             assert hf_tokenizer.encode(text).ids == bpe.encode(text).tolist()
-    assert len(tokenizer_files.merging_pairs(bpe.backend.ranks)) == 50_000
+    assert len(tokenizer_save.merging_pairs(bpe.backend.ranks)) == 50_000
 
 
 def test_vocabulary_too_large_for_the_text_is_an_error() -> None:
@@ -82,7 +82,7 @@ def test_trained_tokens_have_a_maximum_length() -> None:
     start_time = time.monotonic()
     bpe = tokenizer.train_tokenizer_up_to([text], 5000)
     assert max(len(token.decode("utf-8", "replace")) for token in bpe.backend.ranks) <= tokenizer.MAX_LEARNED_LENGTH
-    tokenizer_files.to_tokenizer_json(bpe)
+    tokenizer_save.to_tokenizer_json(bpe)
     assert time.monotonic() - start_time < 20  # A token of 100,000 bytes would take many minutes.
 
 
@@ -108,20 +108,20 @@ def offline_encodings(trained: tokenizer.Tokenizer, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_tiktoken_encoding_can_be_named(offline_encodings: list[str]) -> None:
-    names = tokenizer.named_tokenizers()
+    names = tokenizer_import.named_tokenizers()
     assert {"bytes", "gpt2", "r50k_base", "p50k_base", "cl100k_base", "o200k_base"} <= set(names)
     for name in names:
         offline_encodings.clear()
         tiktoken.registry.ENCODINGS.clear()
-        encoding = tokenizer_files.find_tokenizer(name)
+        encoding = tokenizer_find.find_tokenizer(name)
         assert encoding.name == ("gpt2" if name == "r50k_base" else name)
         assert encoding.decode(encoding.encode(HARD[4]).tolist()) == HARD[4]
-        file = tokenizer._FILES.get(name, name)  # Errors name this file.
-        assert offline_encodings == ([] if name == "bytes" else [f"{tokenizer.ENCODINGS_URL}{file}.tiktoken"])
+        file = tokenizer_import._FILES.get(name, name)  # Errors name this file.
+        assert offline_encodings == ([] if name == "bytes" else [f"{tokenizer_import.ENCODINGS_URL}{file}.tiktoken"])
 
 
 def test_ids_can_have_gaps(offline_encodings: list[str]) -> None:
-    cl100k = tokenizer_files.find_tokenizer("cl100k_base")
+    cl100k = tokenizer_find.find_tokenizer("cl100k_base")
     assert (cl100k.vocab_size, cl100k.eot) == (100_277, 100_257)
     assert cl100k.specials["<|endofprompt|>"] == 100_276
     ids = cl100k.encode("a<|fim_prefix|>b<|endoftext|>", specials=True).tolist()
@@ -131,7 +131,7 @@ def test_ids_can_have_gaps(offline_encodings: list[str]) -> None:
     for bad in (100_277, -1, 2**40):
         with pytest.raises(UserError, match=f"id {bad} is outside the vocabulary of 100,277"):
             cl100k.check([97, bad])
-    assert len(set(tokenizer_files.find_tokenizer("o200k_harmony").all_specials.values())) == 1090
+    assert len(set(tokenizer_find.find_tokenizer("o200k_harmony").all_specials.values())) == 1090
 
 
 @pytest.mark.parametrize("name", ["gpt2", "cl100k_base"])
@@ -151,7 +151,7 @@ def test_offline_error_gives_url_and_cache_path(name: str, tmp_path: Path, monke
         monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
         description, file, folder = f"the vocabulary {name}", name, tmp_path
     with pytest.raises(WorkError, match=f"{description} is not on this machine and could not be downloaded") as error:
-        tokenizer_files.find_tokenizer(name)
+        tokenizer_find.find_tokenizer(name)
     url = f"https://openaipublic.blob.core.windows.net/encodings/{file}.tiktoken"
     assert url in error.value.hint
     assert str(folder / hashlib.sha1(url.encode()).hexdigest()) in error.value.hint
@@ -164,10 +164,10 @@ def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(openai, "load_tiktoken_bpe", lambda *_, **__: dict(trained.backend.ranks))
         patch.setattr(tiktoken.registry, "ENCODINGS", {})
-        encodings = {name: tokenizer.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
+        encodings = {name: tokenizer_import.named_tokenizer(name) for name in ("cl100k_base", "o200k_base")}
     odd = tokenizer.Tokenizer("odd", ByteBPE(r"\S+\s*|\s+", trained.backend.ranks), 400, "<|end|>", {"<|user|>": 999})
     bpe = odd if name == "odd" else encodings[name]
-    return bpe, HFTokenizer.from_str(json.dumps(tokenizer_files.to_tokenizer_json(bpe)))
+    return bpe, HFTokenizer.from_str(json.dumps(tokenizer_save.to_tokenizer_json(bpe)))
 
 
 @settings(max_examples=200, deadline=None)
@@ -184,11 +184,11 @@ def test_tokenizer_json_round_trip(name: str, tmp_path: Path) -> None:
     bpe, reference = pattern_tokenizer(name)
     if name == "odd":
         with pytest.raises(UserError, match="has 2 special tokens, none of them"):
-            tokenizer_files.from_tokenizer_json(tokenizer_files.to_tokenizer_json(bpe), "x")
+            tokenizer_import.from_tokenizer_json(tokenizer_save.to_tokenizer_json(bpe), "x")
         return
     (tmp_path / "tokenizer.json").write_text(reference.to_str(), encoding="utf-8")
     for word in (tmp_path, tmp_path / "tokenizer.json"):
-        loaded = tokenizer_files.find_tokenizer(str(word))
+        loaded = tokenizer_find.find_tokenizer(str(word))
         assert (loaded.pattern, loaded.all_specials) == (bpe.pattern, bpe.all_specials)
         assert [loaded.encode(text).tolist() for text in HARD] == [bpe.encode(text).tolist() for text in HARD]
     for word, id in bpe.all_specials.items():
@@ -198,12 +198,12 @@ def test_tokenizer_json_round_trip(name: str, tmp_path: Path) -> None:
 def test_tokens_can_lack_a_merge(trained: tokenizer.Tokenizer) -> None:
     ranks = {**trained.backend.ranks, b"zqxj": len(trained.backend.ranks)}
     bpe = tokenizer.Tokenizer("test", ByteBPE(tokenizer.GPT2_PATTERN, ranks), len(ranks))
-    values = tokenizer_files.to_tokenizer_json(bpe)
+    values = tokenizer_save.to_tokenizer_json(bpe)
     hf_ids = lambda: HFTokenizer.from_str(json.dumps(values)).encode("zqxj").ids
     assert hf_ids() == bpe.encode("zqxj").tolist()
-    assert tokenizer_files.from_tokenizer_json(values, "x").fingerprint == bpe.fingerprint
+    assert tokenizer_import.from_tokenizer_json(values, "x").fingerprint == bpe.fingerprint
     values["model"]["ignore_merges"] = False
-    library_tokenizer = tokenizer_files.from_tokenizer_json(values, "x")
+    library_tokenizer = tokenizer_import.from_tokenizer_json(values, "x")
     assert isinstance(library_tokenizer.backend, LibraryTokenizer)
     assert library_tokenizer.encode("zqxj").tolist() == hf_ids() != [399]
 
@@ -259,26 +259,26 @@ def test_saved_folder_loads_here_and_in_transformers(tmp_path: Path) -> None:
         tmp_path / "a" / "own",
     )
     for source, folder in ((trained, saved_folder), (pattern_tokenizer("cl100k_base")[0], tmp_path / "foreign")):
-        tokenizer_files.save_tokenizer(source, folder)
-        loaded = tokenizer_files.find_tokenizer(str(folder))
+        tokenizer_save.save_tokenizer(source, folder)
+        loaded = tokenizer_find.find_tokenizer(str(folder))
         assert (loaded.fingerprint, loaded.specials) == (source.fingerprint, source.specials)
         reference = transformers.AutoTokenizer.from_pretrained(folder)
         assert all(reference.convert_tokens_to_ids(word) == id for word, id in source.all_specials.items())
         for text in [*HARD, "<|user|> the cat's mat <|bot|>WE'LL SEE<|endoftext|>"]:
             assert reference(text)["input_ids"] == source.encode(text, specials=True).tolist()
     with pytest.raises(UserError, match="already exists"):
-        tokenizer_files.save_tokenizer(trained, saved_folder)
+        tokenizer_save.save_tokenizer(trained, saved_folder)
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["own"]
 
 
 def test_every_path_to_a_tokenizer_is_found(tmp_path: Path, trained: tokenizer.Tokenizer) -> None:
-    tokenizer_files.save_tokenizer(trained, tmp_path / "own")
+    tokenizer_save.save_tokenizer(trained, tmp_path / "own")
     for name in ("manifest", "run/tokens", "other/step-000002"):
         shutil.copytree(tmp_path / "own", tmp_path / name)
     for name in ("manifest", "run/tokens"):
         (tmp_path / name / "gpt.json").rename(tmp_path / name / "manifest.json")
         (tmp_path / name / "tokenizer.json").unlink()
-    tokenizer_files.save_tokenizer(tokenizer.bytes_tokenizer(), tmp_path / "other" / "step-000001")
+    tokenizer_save.save_tokenizer(tokenizer.bytes_tokenizer(), tmp_path / "other" / "step-000001")
     model = json.loads((tmp_path / "own" / "tokenizer.json").read_text())["model"]
     (tmp_path / "vocab").mkdir()
     shutil.copy(tmp_path / "own" / "tokenizer_config.json", tmp_path / "vocab")
@@ -286,24 +286,24 @@ def test_every_path_to_a_tokenizer_is_found(tmp_path: Path, trained: tokenizer.T
     (tmp_path / "vocab" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
     files = ("own/tokenizer.tiktoken", "own/tokenizer.json")
     for name in ("own", "manifest", "run", "run/tokens", "other", "vocab", *files):
-        assert tokenizer_files.find_tokenizer(str(tmp_path / name)).fingerprint == trained.fingerprint, name
+        assert tokenizer_find.find_tokenizer(str(tmp_path / name)).fingerprint == trained.fingerprint, name
 
 
 def test_bos_can_be_the_first_id(tmp_path: Path) -> None:
     saved = replace(tokenizer.bytes_tokenizer(), bos=0)
-    tokenizer_files.save_tokenizer(saved, tmp_path / "own")
-    assert tokenizer_files.find_tokenizer(str(tmp_path / "own")) == saved
+    tokenizer_save.save_tokenizer(saved, tmp_path / "own")
+    assert tokenizer_find.find_tokenizer(str(tmp_path / "own")) == saved
 
 
 def test_path_without_a_tokenizer_is_an_error(tmp_path: Path, trained: tokenizer.Tokenizer) -> None:
     def assert_refused(name: str | Path, message: str) -> str | None:
         with pytest.raises(UserError, match=message) as error:
-            tokenizer_files.find_tokenizer(str(name))
+            tokenizer_find.find_tokenizer(str(name))
         return error.value.hint
 
     assert assert_refused("gtp2", 'there is no tokenizer "gtp2"') == 'did you mean "gpt2"?'
     saved_folder = tmp_path / "own"
-    tokenizer_files.save_tokenizer(trained, saved_folder)
+    tokenizer_save.save_tokenizer(trained, saved_folder)
     ranks_bytes = (saved_folder / "tokenizer.tiktoken").read_bytes()
     (saved_folder / "tokenizer.tiktoken").write_bytes(ranks_bytes[: ranks_bytes.rindex(b"\n", 0, -1) + 1])
     assert_refused(saved_folder, "the fingerprint differs")

@@ -21,7 +21,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.stream import TextStream
 from gpt.errors import UserError
-from gpt.text import backends, boundaries, tokenizer_files
+from gpt.text import backends, boundaries, tokenizer_find, tokenizer_save
 from gpt.text.backends import ByteBPE
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import Tokenizer
@@ -63,7 +63,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load_both(folders: dict[str, Path]) -> LoadBoth:
     """Returns a function that loads our tokenizer and that of the tokenizers library."""
     pairs = {
-        form: (tokenizer_files.find_tokenizer(str(folder)), HFTokenizer.from_file(str(folder / "tokenizer.json")))
+        form: (tokenizer_find.find_tokenizer(str(folder)), HFTokenizer.from_file(str(folder / "tokenizer.json")))
         for form, folder in folders.items()
     }
     return lambda form: pairs[form]
@@ -137,7 +137,7 @@ def test_added_tokens_decode_like_the_library(
 ) -> None:
     reference = HFTokenizer.from_file(str(folders[form] / "tokenizer.json"))
     reference.add_tokens(words)
-    tokenizer = tokenizer_files.find_tokenizer(
+    tokenizer = tokenizer_find.find_tokenizer(
         str(copy_with(folders[form], tmp_path / "a", **json.loads(reference.to_str())))
     )
     ids = tokenizer.encode(text).tolist()
@@ -156,26 +156,26 @@ def test_older_post_processors_add_the_start_token(kind: str, folders: dict[str,
     reference.post_processor = getattr(processors, f"{kind}Processing")(end, start)
     folder = copy_with(folders["wordpiece"], tmp_path / "begun", **json.loads(reference.to_str()))
     expected = AutoTokenizer.from_pretrained(folder)("a word").input_ids
-    assert [*tokenizer_files.find_tokenizer(str(folder)).prompt("a word"), end[1]] == expected
+    assert [*tokenizer_find.find_tokenizer(str(folder)).prompt("a word"), end[1]] == expected
 
 
 def test_two_start_tokens_are_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
     post = json.loads((folders["llama2"] / "tokenizer.json").read_text(encoding="utf-8"))["post_processor"]
     post["single"].insert(0, {"SpecialToken": {"id": "<s>", "type_id": 0}})
     with pytest.raises(UserError, match="starts a text with 2 special tokens"):
-        tokenizer_files.find_tokenizer(str(copy_with(folders["llama2"], tmp_path / "a", post_processor=post)))
+        tokenizer_find.find_tokenizer(str(copy_with(folders["llama2"], tmp_path / "a", post_processor=post)))
 
 
 def test_end_token_can_come_from_special_tokens_map(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copy(folders["llama2"] / "tokenizer.json", tmp_path)
     (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "<s>", "eos_token": {"content": "</s>"}}')
-    assert tokenizer_files.find_tokenizer(str(tmp_path)).eot_token == "</s>"
+    assert tokenizer_find.find_tokenizer(str(tmp_path)).eot_token == "</s>"
 
 
 def test_byte_level_pieces_without_decoder_decode_to_bytes(folders: dict[str, Path], tmp_path: Path) -> None:
     """The tokenizers library runs this tokenizer, since it has a normalizer."""
     folder = copy_with(folders["gpt2"], tmp_path / "a", decoder=None, normalizer={"type": "Lowercase"})
-    tokenizer = tokenizer_files.find_tokenizer(str(folder))
+    tokenizer = tokenizer_find.find_tokenizer(str(folder))
     assert not isinstance(tokenizer.backend, ByteBPE)
     assert tokenizer.decode(tokenizer.encode("Zürich 日本 12").tolist()) == "zürich 日本 12"
 
@@ -196,7 +196,7 @@ def test_prefix_space_equals_transformers(
     if config_value is not None:
         config["add_prefix_space"] = config_value
     (path / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer, reference = tokenizer_files.find_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(path)
+    tokenizer, reference = tokenizer_find.find_tokenizer(str(path)), transformers.AutoTokenizer.from_pretrained(path)
     assert tokenizer.prompt("cat it's word") == reference("cat it's word").input_ids
 
 
@@ -205,12 +205,12 @@ def test_byte_order_marks_are_ignored(form: str, folders: dict[str, Path], tmp_p
     marked_file = tmp_path / "marked"
     shutil.copytree(folders[form], marked_file)
     (marked_file / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8")
-    original = tokenizer_files.find_tokenizer(str(marked_file))
+    original = tokenizer_find.find_tokenizer(str(marked_file))
     for file in marked_file.iterdir():
         file.write_bytes("\ufeff".encode() + file.read_bytes())
     for path in (marked_file, marked_file / "tokenizer.json"):
-        assert tokenizer_files.find_tokenizer(str(path)).files == original.files
-        assert tokenizer_files.find_tokenizer(str(path)).fingerprint == original.fingerprint
+        assert tokenizer_find.find_tokenizer(str(path)).files == original.files
+        assert tokenizer_find.find_tokenizer(str(path)).fingerprint == original.fingerprint
 
 
 @pytest.mark.parametrize("form", ["llama2", "mistral"])
@@ -235,7 +235,7 @@ def test_start_and_end_tokens(form: str, load_both: LoadBoth) -> None:
 
 def test_generation_config_adds_end_tokens(folders: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(folders["qwen"], tmp_path / "a")
-    original = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+    original = tokenizer_find.find_tokenizer(str(tmp_path / "a"))
     end, im_end = original.all_specials["<|endoftext|>"], original.all_specials["<|im_end|>"]
     assert (original.ends, original.eot) == ({im_end}, im_end)
     for eos_ids, ends, eot in (
@@ -245,19 +245,19 @@ def test_generation_config_adds_end_tokens(folders: dict[str, Path], tmp_path: P
         (5, {im_end}, im_end),
     ):
         (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": eos_ids}))
-        tokenizer = tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+        tokenizer = tokenizer_find.find_tokenizer(str(tmp_path / "a"))
         assert (tokenizer.ends, tokenizer.eot) == (ends, eot), eos_ids
     for bad in ([-1], "x", 2**40, [[1]]):
         (tmp_path / "a" / "generation_config.json").write_text(json.dumps({"eos_token_id": bad}))
         with pytest.raises(UserError, match="which is not an id"):
-            tokenizer_files.find_tokenizer(str(tmp_path / "a"))
+            tokenizer_find.find_tokenizer(str(tmp_path / "a"))
 
 
 @every_form
 def test_saving_preserves_the_tokenizer(form: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    first = tokenizer_files.find_tokenizer(str(folders[form]))
-    tokenizer_files.save_tokenizer(first, tmp_path / "own")
-    saved_tokenizer = tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+    first = tokenizer_find.find_tokenizer(str(folders[form]))
+    tokenizer_save.save_tokenizer(first, tmp_path / "own")
+    saved_tokenizer = tokenizer_find.find_tokenizer(str(tmp_path / "own"))
     assert saved_tokenizer == first
     assert saved_tokenizer.fingerprint == first.fingerprint
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -346,10 +346,10 @@ def test_vocab_and_merges_of_another_family_are_an_error(folders: dict[str, Path
     model = json.loads((folders["gpt2"] / "tokenizer.json").read_text(encoding="utf-8"))["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"<|endoftext|>": 900}))
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
-    assert tokenizer_files.find_tokenizer(str(tmp_path)).eot == 900
+    assert tokenizer_find.find_tokenizer(str(tmp_path)).eot == 900
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
     with pytest.raises(UserError, match="do not specify how Qwen2Tokenizer splits text into words"):
-        tokenizer_files.find_tokenizer(str(tmp_path))
+        tokenizer_find.find_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -368,15 +368,15 @@ def test_forged_tokenizer_json_is_an_error(
 ) -> None:
     folder = copy_with(folders["llama2"], tmp_path / "a", **change)
     with pytest.raises(UserError, match=message):
-        tokenizer_files.find_tokenizer(str(folder))
+        tokenizer_find.find_tokenizer(str(folder))
 
 
 def test_modified_saved_folder_is_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
-    tokenizer_files.save_tokenizer(tokenizer_files.find_tokenizer(str(folders["llama2"])), tmp_path / "own")
+    tokenizer_save.save_tokenizer(tokenizer_find.find_tokenizer(str(folders["llama2"])), tmp_path / "own")
     file = tmp_path / "own" / "tokenizer.json"
     file.write_bytes(file.read_bytes().replace(b'"\xe2\x96\x81th"', b'"\xe2\x96\x81tz"', 1) + b" ")
     with pytest.raises(UserError, match="the fingerprint differs"):
-        tokenizer_files.find_tokenizer(str(tmp_path / "own"))
+        tokenizer_find.find_tokenizer(str(tmp_path / "own"))
 
 
 # Parity with the tokenizers library
@@ -421,5 +421,5 @@ def test_start_token_equals_autotokenizer(folders: dict[str, Path], tmp_path: Pa
     for key, value in ((None, 0), ("add_eos_token", False), *(("add_bos_token", flag) for flag in (True, False, None))):
         (folder / "tokenizer_config.json").write_text(json.dumps({**config, **({key: value} if key else {})}))
         expected = AutoTokenizer.from_pretrained(str(folder))("ab")["input_ids"]
-        ids = tokenizer_files.find_tokenizer(str(folder)).prompt("ab")
+        ids = tokenizer_find.find_tokenizer(str(folder)).prompt("ab")
         assert [id == 1 for id in ids[:2]] == [id == 1 for id in expected[:2]], (key, value)

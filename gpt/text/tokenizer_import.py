@@ -1,153 +1,47 @@
-"""Finds, reads and saves tokenizers, in gpt's format and in Transformers formats."""
+"""Imports tokenizers of other programs: tiktoken's, Transformers folders, ``tokenizer.json`` and GGUF files."""
 
+import base64
 import codecs
+import hashlib
 import json
-import re
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import tiktoken
+
 from gpt.config import MAX_VOCAB_SIZE
-from gpt.errors import UserError, did_you_mean
-from gpt.files import (
-    JSON_LIMIT,
-    atomic_folder,
-    check_new,
-    disk_errors,
-    read_json,
-    read_regular,
-    reading,
-    to_json,
-    write_file,
-)
-from gpt.gguf_header import header, is_gguf
+from gpt.errors import UserError, WorkError
+from gpt.files import JSON_LIMIT, cache_dir, read_json, read_regular, to_json
+from gpt.gguf_header import header
 from gpt.text import gguf_vocabulary
-from gpt.text.backends import BYTE_LEVEL, CHARACTER_BYTES, ByteBPE, LibraryTokenizer, added_token, to_gpt2_spelling
+from gpt.text.backends import BYTE_LEVEL, CHARACTER_BYTES, ByteBPE, LibraryTokenizer
 from gpt.text.boundaries import GPT2_PATTERN
-from gpt.text.tokenizer import (
-    CHAT_TEMPLATE,
-    END_OF_TEXT,
-    GPT2_FINGERPRINT,
-    Tokenizer,
-    describe,
-    from_tiktoken,
-    named_tokenizer,
-    named_tokenizers,
-    to_tiktoken,
+from gpt.text.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, GPT2_FINGERPRINT, Tokenizer, bytes_tokenizer
+from gpt.text.tokenizer_save import (
+    KEPT_WITH_TOKENIZER_JSON,
+    SPECIAL_TOKENS,
+    TOKENIZER_CONFIG,
+    TOKENIZER_JSON,
+    UNCHANGED_FILES,
+    added_tokens,
+    format_merges,
+    merging_pairs,
 )
 from gpt.text.untrusted import steps
 
-FORMAT = 1
-_NO_RANK = 2**63  # Rank of a pair that never merges.
-TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-_KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
-# Transformers files that are saved unchanged.
-UNCHANGED_FILES = (*_KEPT_WITH_TOKENIZER_JSON, "vocab.json", "merges.txt")
-RANKS = "tokenizer.tiktoken"
-NEW_PATH_HINT = "choose another path with --out"
-_DESCRIPTION_FILES = ("gpt.json", "manifest.json")
 
-
-def find_tokenizer(word: str) -> Tokenizer:
-    """Returns a tokenizer by name, or from the path of a tokenizer, a Transformers folder or a run. Tries names first.
-    Raises `UserError` if there is no tokenizer."""
-    if word in named_tokenizers():
-        return named_tokenizer(word)
-    with reading(Path(word)):
-        return _read_path(Path(word), word)
-
-
-def _read_path(path: Path, word: str) -> Tokenizer:
-    if path.is_dir():
-        tokenizer = next(
-            (candidate for folder in _candidate_folders(path) if (candidate := _read_folder(folder))), None
-        )
-        if tokenizer is None:
-            raise UserError(
-                f"the folder {path} contains no tokenizer",
-                f"a tokenizer is {RANKS} with gpt.json, tokenizer.json, or vocab.json and merges.txt",
-            )
-        return tokenizer
-    if path.exists():
-        return _read_file(path)
-    if "/" in word or "\\" in word or "." in word:
-        raise UserError(f"there is no tokenizer at {word}", "names: " + ", ".join(named_tokenizers()))
-    raise UserError(f'there is no tokenizer "{word}"', did_you_mean(word, ["auto", *named_tokenizers()]))
-
-
-def _candidate_folders(path: Path) -> list[Path]:
-    """Returns the folders to search: the given folder, then the tokens and checkpoints of a run, newest first."""
-    checkpoints = [entry for entry in path.iterdir() if re.fullmatch(r"step-\d+", entry.name)]
-    return [path, path / "tokens", *sorted(checkpoints, key=lambda step: int(step.name[5:]), reverse=True)]
-
-
-def _read_folder(folder: Path) -> Tokenizer | None:
-    for name in _DESCRIPTION_FILES:
-        description = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
-        if description is not None and has_described_tokenizer(folder, description):
-            return read_described_tokenizer(folder, description, str(folder / name))
-    return read_transformers(folder)
-
-
-def _read_file(path: Path) -> Tokenizer:
-    if path.name == RANKS:
-        return find_tokenizer(str(path.absolute().parent))
-    if path.name == TOKENIZER_JSON and (tokenizer := read_transformers(path.absolute().parent)):
-        return tokenizer
-    if path.suffix == ".json":
-        return from_tokenizer_json(read_json(path), str(path), {TOKENIZER_JSON: _read_json_bytes(path)})
-    if is_gguf(path) and (tokenizer := read_gguf(path)):
-        return tokenizer
-    raise UserError(f"{path} is not a tokenizer", f"one is a tokenizer.json, or a folder with one or with {RANKS}")
-
-
-def has_described_tokenizer(folder: Path, description: Any) -> bool:
-    """Whether ``folder`` contains the tokenizer file that ``description`` requires."""
-    return (
-        folder / (TOKENIZER_JSON if isinstance(description, dict) and description.get("library") else RANKS)
-    ).is_file()
-
-
-def read_described_tokenizer(folder: Path, description: Any, where: str) -> Tokenizer:
-    """Reads a tokenizer from ``folder``. ``description``, from the file ``where``, is a result of `describe`. Raises
-    `UserError` if the tokenizer does not match the description."""
-    try:
-        files = _read_kept(folder, [name for name in UNCHANGED_FILES if name in description.get("files", [])])
-        file = folder / (TOKENIZER_JSON if description.get("library") else RANKS)
-        backend: ByteBPE | LibraryTokenizer
-        if description.get("library"):
-            backend = LibraryTokenizer(_read_json_bytes(file, parsed=True), read_json(file))
-        else:
-            ranks = from_tiktoken(read_regular(file, JSON_LIMIT), str(file))
-            backend = ByteBPE(description["pattern"], ranks)
-        tokenizer = Tokenizer(
-            description["name"],
-            backend,
-            description["eot"],
-            description["eot_token"],
-            dict(description.get("specials", {})),
-            dict(description.get("words", {})),
-            description.get("bos"),
-            frozenset(description.get("more_ends", [])),
-            files,
-        )
-        is_same = tokenizer.fingerprint == description["fingerprint"]
-    except (KeyError, TypeError, ValueError, AttributeError):
-        raise UserError(f"{where} does not describe its tokenizer") from None
-    if not is_same:
-        raise UserError(f"{file} is not the tokenizer that {where} describes: the fingerprint differs")
-    return tokenizer
-
-
-def _read_kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
+def read_kept(folder: Path, names: Iterable[str], parsed: str = "") -> dict[str, bytes]:
     """Reads the files to save unchanged. Raises `UserError` for a file that is too large or invalid JSON. ``parsed``
     names a file whose JSON is already checked."""
-    return {name: _read_json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
+    return {name: read_json_bytes(folder / name, name == parsed) for name in names if (folder / name).is_file()}
 
 
-def _read_json_bytes(path: Path, parsed: bool = False) -> bytes:
+def read_json_bytes(path: Path, parsed: bool = False) -> bytes:
+    """Returns a file unchanged, without its byte-order mark. Raises `UserError` for invalid JSON, unless ``parsed``."""
     if path.suffix == ".json" and not parsed:
         read_json(path)
     return read_regular(path, JSON_LIMIT).removeprefix(codecs.BOM_UTF8)
@@ -160,13 +54,13 @@ def read_transformers(folder: Path) -> Tokenizer | None:
         return from_tokenizer_json(
             read_json(tokenizer_json),
             str(tokenizer_json),
-            _read_kept(folder, _KEPT_WITH_TOKENIZER_JSON, TOKENIZER_JSON),
+            read_kept(folder, KEPT_WITH_TOKENIZER_JSON, TOKENIZER_JSON),
             _read_settings(folder),
         )
     if vocab.is_file() and merges.is_file():
         text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
         return from_vocab_and_merges(
-            read_json(vocab), text, str(vocab), _read_kept(folder, UNCHANGED_FILES[1:]), _read_settings(folder)
+            read_json(vocab), text, str(vocab), read_kept(folder, UNCHANGED_FILES[1:]), _read_settings(folder)
         )
     if (folder / "tokenizer.model").is_file():
         raise UserError(
@@ -199,7 +93,7 @@ def _complete(values: Mapping[str, Any], files: Mapping[str, bytes], where: str)
         config, names, json.loads(files.get("added_tokens.json", b"{}")), vocab, added, size, where
     )
     if END_OF_TEXT in vocab and END_OF_TEXT not in [*added, *(token["content"] for token in new_tokens)]:
-        new_tokens += _added_tokens({END_OF_TEXT: vocab[END_OF_TEXT]})
+        new_tokens += added_tokens({END_OF_TEXT: vocab[END_OF_TEXT]})
     values = {**values, "added_tokens": [*listed_tokens, *new_tokens]} if new_tokens else values
     if str(config.get("tokenizer_class")).removesuffix("Fast") in ("GPT2Tokenizer", "Qwen2Tokenizer"):
         space = {"add_prefix_space": bool(config.get("add_prefix_space", False))}
@@ -255,152 +149,12 @@ def _describe_error(error: Exception) -> str:
     return f"a value has the wrong type: {error}"
 
 
-def read_template(folder: Path) -> dict[str, bytes]:
-    """Returns the chat template of a folder without a tokenizer, in the form of `Tokenizer.files`."""
-    files = _read_kept(folder, (CHAT_TEMPLATE, TOKENIZER_CONFIG))
-    template = Tokenizer.template_in(files)
-    return {} if template is None else {CHAT_TEMPLATE: template.encode()}
-
-
 def _read_settings(folder: Path) -> list[dict[str, Any]]:
     """Returns the configurations that name the tokens that start and end a text: generation_config.json, config.json,
     and tokenizer_config.json merged with special_tokens_map.json. A missing file counts as empty."""
     names = ("generation_config.json", "config.json", SPECIAL_TOKENS, TOKENIZER_CONFIG)
     *models, words, config = [read_json(folder / name) if (folder / name).is_file() else {} for name in names]
     return [*models, {**words, **config}]
-
-
-def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict[str, bytes]:
-    """Returns a tokenizer's files by name, for tiktoken, the tokenizers library and Transformers. Kept files are
-    unchanged."""
-    ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
-    if tokenizer.keeps_files:
-        return {**tokenizer.files, **ranks}
-    return {
-        TOKENIZER_JSON: json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
-        TOKENIZER_CONFIG: to_json(to_tokenizer_config(tokenizer, block_size)),
-        **ranks,
-        **tokenizer.files,
-    }
-
-
-def add_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``.
-    If there is none, drops all kept files, so saving creates new ones."""
-    new_ids = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
-    files, backend = dict(tokenizer.files), tokenizer.backend
-    if not new_ids:
-        return tokenizer
-    if TOKENIZER_JSON in files:
-        values = json.loads(files[TOKENIZER_JSON])
-        values["added_tokens"] = [*(values.get("added_tokens") or []), *_added_tokens(new_ids)]
-        files[TOKENIZER_JSON] = json.dumps(values, ensure_ascii=False).encode()
-        files.pop("added_tokens.json", None)  # tokenizer.json contains all added tokens.
-        config = json.loads(files.get(TOKENIZER_CONFIG, b"{}"))
-        if "added_tokens_decoder" in config:
-            config["added_tokens_decoder"] |= {
-                str(token["id"]): {key: value for key, value in token.items() if key != "id"}
-                for token in _added_tokens(new_ids)
-            }
-            files[TOKENIZER_CONFIG] = to_json(config)
-        backend = LibraryTokenizer(files[TOKENIZER_JSON], values) if isinstance(backend, LibraryTokenizer) else backend
-    else:
-        files = {}
-    return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new_ids}, files=files)
-
-
-def _added_tokens(words: Mapping[str, int]) -> list[dict[str, Any]]:
-    return [added_token(id, word) for word, id in sorted(words.items(), key=lambda item: item[1])]
-
-
-def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Writes ``folder`` atomically, for `find_tokenizer` and Transformers. Raises `UserError` for an existing folder,
-    `WorkError` if writing fails."""
-    check_new(folder, NEW_PATH_HINT)
-    description: Mapping[str, Any] = {"format": FORMAT, "tokenizer": describe(tokenizer)}
-    files = {**tokenizer_files(tokenizer), "gpt.json": to_json(description)}
-    with disk_errors(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_folder(folder) as temp_folder:
-            for name, data in files.items():
-                write_file(temp_folder / name, data)
-
-
-def merging_pairs(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Returns each token's last merge as a pair, ordered by rank. Single bytes, and tokens that merging never produces,
-    have no pair.
-
-    tiktoken merges the neighbors whose token has the lowest rank, leftmost first. When it merges ``a`` and ``b`` in any
-    text, earlier merges of their bytes were the same as in the text ``a + b``. So no other pair produces this token,
-    and the pairs are equivalent to the ranks.
-    """
-    pairs = []
-    for token, _ in sorted(ranks.items(), key=lambda item: item[1]):
-        if len(token) > 1:
-            parts = [token[i : i + 1] for i in range(len(token))]
-            pair_ranks = [ranks.get(a + b, _NO_RANK) for a, b in pairwise(parts)]
-            while len(parts) > 2 and (min_rank := min(pair_ranks)) < _NO_RANK:
-                index = pair_ranks.index(min_rank)
-                parts[index : index + 2] = [parts[index] + parts[index + 1]]
-                del pair_ranks[index]
-                for i in range(max(0, index - 1), min(index + 1, len(pair_ranks))):
-                    pair_ranks[i] = ranks.get(parts[i] + parts[i + 1], _NO_RANK)
-            if len(parts) == 2:
-                pairs.append((parts[0], parts[1]))
-    return pairs
-
-
-def to_tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
-    """Returns a ``tokenizer.json`` that gives the same ids in the tokenizers library."""
-    assert isinstance(tokenizer.backend, ByteBPE)
-    ranks = tokenizer.backend.ranks
-    by_rank = sorted(ranks.items(), key=lambda item: item[1])
-    pre_tokenizer = BYTE_LEVEL
-    if tokenizer.pattern != GPT2_PATTERN:
-        split = {
-            "type": "Split", "pattern": {"Regex": tokenizer.pattern}, "behavior": "Isolated", "invert": False,
-        }  # fmt: skip
-        pre_tokenizer = {"type": "Sequence", "pretokenizers": [split, BYTE_LEVEL | {"use_regex": False}]}
-    pairs = merging_pairs(ranks)
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": _added_tokens(tokenizer.all_specials),
-        "normalizer": None,
-        "pre_tokenizer": pre_tokenizer,
-        "post_processor": BYTE_LEVEL,
-        "decoder": BYTE_LEVEL,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": "",
-            "end_of_word_suffix": "",
-            "fuse_unk": False,
-            "byte_fallback": False,
-            # If merges cannot produce every token, a piece that equals a token is kept whole, as in tiktoken.
-            "ignore_merges": len(pairs) < sum(len(token) > 1 for token in ranks),
-            "vocab": {to_gpt2_spelling(token): rank for token, rank in by_rank} | tokenizer.all_specials,
-            "merges": format_merges(pairs),
-        },
-    }
-
-
-def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[str, Any]:
-    """Returns ``tokenizer_config.json``. ``block_size`` is the context length, if known. The class is
-    GPT2Tokenizer only with GPT-2's pattern, because transformers 5 replaces the pattern of that class."""
-    gpt2 = tokenizer.pattern == GPT2_PATTERN
-    return {
-        "tokenizer_class": "GPT2Tokenizer" if gpt2 else "PreTrainedTokenizerFast",
-        "bos_token": tokenizer.eot_token,
-        "eos_token": tokenizer.eot_token,
-        "unk_token": tokenizer.eot_token,
-        "add_prefix_space": False,
-        "clean_up_tokenization_spaces": False,
-        **({"additional_special_tokens": list(tokenizer.specials)} if tokenizer.specials else {}),
-        **({} if block_size is None else {"model_max_length": block_size}),
-    }
 
 
 def from_tokenizer_json(
@@ -552,6 +306,67 @@ def listed_merges(model: Mapping[str, Any]) -> list[str]:
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
 
 
-def format_merges(pairs: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """Returns merges as lines of ``merges.txt``."""
-    return [f"{to_gpt2_spelling(a)} {to_gpt2_spelling(b)}" for a, b in pairs]
+ENCODINGS_URL = "https://openaipublic.blob.core.windows.net/encodings/"
+_FILES = {  # tiktoken encodings that use another encoding's file.
+    "gpt2": "r50k_base",
+    "p50k_edit": "p50k_base",
+    "o200k_harmony": "o200k_base",
+}
+
+
+def named_tokenizers() -> list[str]:
+    """Returns the names of built-in tokenizers: ``bytes``, ``gpt2`` and tiktoken's other encodings."""
+    return list(dict.fromkeys(["bytes", "gpt2", *tiktoken.list_encoding_names()]))
+
+
+def gpt2_tokenizer() -> Tokenizer:
+    """Returns the tokenizer of GPT-2 and GPT-3 with 50,257 ids, tiktoken's ``r50k_base``."""
+    return named_tokenizer("gpt2")
+
+
+def named_tokenizer(name: str) -> Tokenizer:
+    """Returns the built-in tokenizer called ``name``. Downloads its file once, into the user's cache or
+    ``TIKTOKEN_CACHE_DIR``. If the download fails, raises `WorkError` with the file's address and local path."""
+    if name == "bytes":
+        return bytes_tokenizer()
+    if name == "r50k_base":
+        name = "gpt2"
+    encoding = _load_encoding(name)
+    pattern = encoding._pat_str.replace(r"\p{N}{1,3}+|", r"\p{N}{1,3}|")  # Oniguruma parses {1,3}+ as ({1,3})+.
+    specials: dict[str, int] = {}
+    for word, id in encoding._special_tokens.items():
+        if word != END_OF_TEXT and id not in specials.values():  # o200k_harmony has two names for one id.
+            specials[word] = id
+    return Tokenizer(name, ByteBPE(pattern, dict(encoding._mergeable_ranks)), encoding.eot_token, specials=specials)
+
+
+def _load_encoding(name: str) -> tiktoken.Encoding:
+    file = _FILES.get(name, name)
+    old_folder = os.environ.get("TIKTOKEN_CACHE_DIR")
+    folder = old_folder or str(cache_dir() / "tiktoken")
+    os.environ["TIKTOKEN_CACHE_DIR"] = folder  # tiktoken's default folder is shared by all users.
+    try:
+        return tiktoken.get_encoding("r50k_base" if name == "gpt2" else name)
+    except (OSError, ValueError) as error:  # ValueError means a wrong hash. Network errors are OSErrors.
+        url = f"{ENCODINGS_URL}{file}.tiktoken"
+        path = os.path.join(folder, hashlib.sha1(url.encode()).hexdigest())
+        subject = "GPT-2's vocabulary" if name == "gpt2" else f"the vocabulary {name}"
+        raise WorkError(
+            f"{subject} is not on this machine and could not be downloaded ({type(error).__name__})",
+            f"on a machine with a network, download {url}; then put it at {path}",
+        ) from None
+    finally:
+        if old_folder is None:
+            del os.environ["TIKTOKEN_CACHE_DIR"]
+
+
+def from_tiktoken(data: bytes, where: str) -> dict[bytes, int]:
+    """Parses ranks in tiktoken's file format. Raises `UserError` naming an invalid line."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(data.splitlines(), 1):
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except ValueError:
+            raise UserError(f"{where}, line {number}: expected a token in base64 and its rank") from None
+    return ranks
