@@ -30,7 +30,7 @@ Columns = dict[str, list[float | None]]
 
 @dataclass
 class History:
-    """The events of a run, except those that a rollback or resume undid."""
+    """The events of a run, except those that a rollback or resume undid, and those of its own teachers."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
@@ -58,6 +58,8 @@ class History:
             case events.ResumeEvent():
                 self._drop_after(event.step)
                 self.resumes.append(event)
+            case events.TeacherEvent():  # What follows is about another model.
+                vars(self).update(vars(History(unread=self.unread)))
             case events.EndEvent():
                 self.end = event
 

@@ -148,7 +148,7 @@ class Planner:
         has_default_batch = self.init is not None and config.batch_tokens is None
         budget, tokens = self.fit(self.resolve(config, max_tokens=1 if has_default_batch else math.inf), config.minutes)
         draft = self.resolve(config, max_tokens=tokens)
-        planned = replace(config, minutes=None, teachers=0, compile="on" if draft.compile else "off")
+        planned = replace(config, minutes=None, compile="on" if draft.compile else "off")
         if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and a speed of its own.
             steps = max(1, round(tokens / draft.batch_tokens))
             draft = self.resolve(replace(planned, steps=steps), max_tokens=tokens)
@@ -164,6 +164,18 @@ class Planner:
         if config.eval_every is not None and "save_every" in by_clock:
             by_clock.remove("save_every")
         return replace(recipe, warmup=min(recipe.warmup, steps), by_clock=" ".join(by_clock)), budget
+
+    def choose_teachers(self) -> None:
+        """Decides how many teachers the run trains first, if the user did not."""
+        if self.config.teachers is not None:
+            return
+        count = self.count_teachers()
+        self.config = replace(self.config, teachers=count)
+        if count:
+            self.session.note(
+                f"{count} teachers train first, in half of the {'steps' if self.config.minutes is None else 'time'}: a "
+                "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
+            )
 
     def count_teachers(self) -> int:
         """The number of teachers that a run should train first. They pay off only if the model would read the text so

@@ -44,6 +44,7 @@ COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
 MAX_STEPS = 2**53
+TEACHER_EVALUATIONS = 5  # of a run's own teacher
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
@@ -54,12 +55,26 @@ COPIED_SETTINGS = (
 
 
 @dataclass(frozen=True)
+class OwnTeachers:
+    """The models that a run trains first, as its teachers, and how their settings differ from the run's."""
+
+    count: Positive
+    steps: Positive  # of each
+    warmup: Count
+    decay: Count
+    weight_decay: Amount
+    dropout: Annotated[float, Within(0, 0.99)]
+    eval_every: Positive
+    save_every: Positive
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The resolved settings of a training run."""
 
     preset: str
     model: GPTConfig
-    steps: Positive
+    steps: Positive  # of the whole run, with its own teachers
     batch_tokens: Positive  # tokens per step
     rows: Positive  # sequences per step
     micro_batch: Positive  # sequences per forward pass in a process
@@ -90,6 +105,31 @@ class Recipe:
     # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
+    own_teachers: OwnTeachers | None = None
+
+    @property
+    def n_teachers(self) -> int:
+        """The number of teachers that the run trains itself."""
+        return self.own_teachers.count if self.own_teachers else 0
+
+    def cycle(self, number: int) -> "Recipe":
+        """The recipe of a cycle, whose steps are its own: of a teacher, counted from 0, or after the last of them, of
+        the model that learns from them. Each teacher has a seed of its own."""
+        own = self.own_teachers
+        if own is None:
+            return self
+        if number >= own.count:
+            return replace(self, steps=max(1, self.steps - own.count * own.steps), own_teachers=None)
+        settings = {name: getattr(own, name) for name in ("steps", "warmup", "decay", "weight_decay", "eval_every")}
+        model, seed = replace(self.model, dropout=own.dropout), self.seed + number + 1
+        alone: dict[str, Any] = {"ramp": None, "teacher_weight": 0.0, "own_teachers": None}
+        return replace(self, **settings, **alone, model=model, seed=seed, save_every=own.save_every, sample_every=0)
+
+    @property
+    def total_tokens(self) -> int:
+        """The tokens in all steps of all cycles."""
+        last = self.cycle(self.n_teachers)
+        return (self.steps - last.steps) * self.batch_tokens + last.tokens(last.steps)
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -208,15 +248,31 @@ def resolve(
         preset = finetune.shrink_batch(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
     batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes, teachers)
     steps = _total_steps(config, n_tokens, batch, default_epochs)
+    own_teachers, ratio = None, n_tokens / breakdown(model).trainable
     if config.teachers:
-        steps = max(1, steps // 2)
+        each = max(1, steps // 2 // config.teachers)
+        passes = 0.0 if start is not None else each * batch.tokens / n_tokens
+        dropout, weight_decay = auto_regularization(passes, ratio)
+        own_eval_every = config.eval_every or math.ceil(each / TEACHER_EVALUATIONS)
+        own_teachers = OwnTeachers(
+            config.teachers,
+            each,
+            warmup=min(2000, round(each / 20)),
+            decay=round(DECAY_SHARE * each),
+            weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
+            dropout=model.dropout if config.dropout is not None or start is not None else dropout,
+            eval_every=own_eval_every,
+            save_every=config.save_every or own_eval_every,
+        )
+        steps = max(1, steps - config.teachers * each)
+    taught = bool(teachers or config.teachers)
     passes = 0.0 if start is not None else batch.tokens_read(steps) / n_tokens
-    dropout, weight_decay = auto_regularization(passes, n_tokens / breakdown(model).trainable)
-    if teachers and start is None:
+    dropout, weight_decay = auto_regularization(passes, ratio)
+    if taught and start is None:
         dropout, weight_decay = 0.0, TAUGHT_DECAY
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     warmup = _warmup_steps(config, steps, batch)
-    for line in _ineffective_settings(config, model, steps, warmup, held_out, len(teachers) > 0):
+    for line in _ineffective_settings(config, model, steps, warmup, held_out, taught):
         note(line)
     if model.layout == "gpt":
         note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
@@ -225,7 +281,7 @@ def resolve(
     recipe = Recipe(
         preset=name,
         model=model,
-        steps=steps,
+        steps=steps + (own_teachers.count * own_teachers.steps if own_teachers else 0),
         batch_tokens=batch.tokens,
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
@@ -243,7 +299,8 @@ def resolve(
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         context=context,
-        teacher_weight=config.teacher_weight if teachers else 0.0,
+        teacher_weight=config.teacher_weight if taught else 0.0,
+        own_teachers=own_teachers,
         **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, compute, processes))

@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder
 from gpt.training import logs
-from gpt.training.context import Result, Session, now, versions
+from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, find_token_folder, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
@@ -94,6 +94,7 @@ def find_and_lock(run: str | None, changes: Mapping[str, Any], session: Session)
         logs.check(str(changes.get("log", started.config.log)))
         with disk_errors(path):
             files.recover(path)
+            files.recover(path / TEACHERS)
             folder.write_index(path)
         yield str(path), find_checkpoint(path, session.note)
 
@@ -161,8 +162,6 @@ def read_started(run: Path, name: str | None = None) -> StartedRun:
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
     saved = None if name is None else read_saved_state(run / name)
     config = replace(config, preset=record.size or config.preset)
-    if config.teachers is None and (record.own_teachers is not None or record.resolved is not None):
-        config = replace(config, teachers=record.own_teachers or 0)
     return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
 
 
@@ -178,27 +177,10 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
     path = folder.find_newest_intact(run, note, training=True)
-    if checkpoint.peek(path)[0] != read_saved_state(path).recipe.saved_model:
+    saved = read_saved_state(path)
+    if checkpoint.peek(path)[0] != saved.recipe.cycle(saved.state.cycle).saved_model:
         raise UserError(f"{path} is damaged: its training state is for a model of another shape", folder.HINT)
     return path.name
-
-
-def prepare_teacher(
-    started: StartedRun, number: int, plan: Mapping[str, Any], note: Callable[[str], None]
-) -> tuple[str, str | None]:
-    """Creates or repairs the folder of a run's own teacher. Returns the folder, and the checkpoint's name to resume
-    from, if any. ``plan`` are settings of a new teacher that differ from the run's."""
-    run, config = started.run, started.config
-    path = run / TEACHERS / str(number)
-    with disk_errors(run):
-        if not folder.is_run(path):
-            path.mkdir(parents=True, exist_ok=True)
-            own = replace(config, **plan, seed=config.seed + number, out=str(path))
-            own = replace(own, teachers=0, teacher=(), sample_every=0, merge_lora=False, log="none")
-            RunRecord(FORMAT, now(), started.texts, asdict(own), started.record.size).write(path)
-        files.recover(path)
-        folder.write_index(path)
-    return str(path), None if RunRecord.read(path).result else find_checkpoint(path, note)
 
 
 def restore_compute(

@@ -5,11 +5,9 @@ folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
 """
 
 import contextlib
-import math
-import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -19,37 +17,29 @@ from gpt import device, events
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.distribution import VERSION
-from gpt.errors import Interrupted
-from gpt.files import disk_errors
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
 from gpt.parallel.world import join_world
-from gpt.runs import folder
 from gpt.settings import from_dict
 from gpt.training import logs
 from gpt.training.budget import Planner
 from gpt.training.context import Listener, Result, RunContext, Session, data_record
-from gpt.training.data import Dataset
 from gpt.training.loop import Trainer
 from gpt.training.preparing import Prepared, prepare
-from gpt.training.recipe import Recipe, broadcast
+from gpt.training.recipe import broadcast
 from gpt.training.resuming import (
     StartedRun,
     apply_changes,
     find_and_lock,
     finished_result,
     open_data,
-    prepare_teacher,
     read_started,
     refuse_fixed_options,
     restore_compute,
     restore_init,
     restore_teachers,
 )
-from gpt.training.state import seed_all
-from gpt.training.strategy import make_strategy
-from gpt.training.teachers import TEACHERS, Teachers, check_tokenizers, own_teachers, whole_run
-from gpt.training.time_budget import MIN_TRAINING, Costs, TimeBudget
+from gpt.training.teachers import Teachers, check_tokenizers
 
 TEACHER_EVALUATIONS = 5  # of a run's own teacher
 
@@ -75,7 +65,7 @@ def train(
                 prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
             run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
             started = world.raise_on_all(lambda: read_started(Path(run)))
-            trainer = open_phases(started, {}, session, prepared, until_first_step.close)
+            trainer = open_run(started, {}, session, prepared)
             until_first_step.close()
             return trainer.train()
 
@@ -109,7 +99,7 @@ def resume(
         if result := started.final_result(changes):
             session.note(f"{started.run} is finished")
             return result
-        return open_phases(started, changes, session).train()
+        return open_run(started, changes, session).train()
 
 
 @contextlib.contextmanager
@@ -123,82 +113,6 @@ def _session(nproc: int, listen: Listener, start_time: float | None) -> Iterator
 def _code_versions() -> dict[str, str]:
     """The versions that must be equal on all ranks."""
     return {"the version of gpt": VERSION, "the version of torch": version("torch")}
-
-
-def open_phases(
-    started: StartedRun,
-    changes: Mapping[str, Any],
-    session: Session,
-    prepared: Prepared | None = None,
-    on_start: Callable[[], None] = lambda: None,
-) -> Trainer:
-    """Decides how many teachers a new run trains, trains those that are unfinished, then opens the run. ``on_start`` is
-    called before the first step."""
-    world = session.world
-    if started.config.teachers == 0 or started.saved is not None:
-        return open_run(started, changes, session, prepared)
-    compute, inputs = open_inputs(started, changes, session, prepared)
-    given_teachers = Teachers(inputs.teachers, compute)
-    planner = Planner(started.config, compute, inputs.data, inputs.init, session, given_teachers)
-    if started.config.teachers is None:
-        started = choose_teachers(started, planner)
-    config = planner.config = started.config
-    if not config.teachers:
-        return open_run(started, changes, session, inputs, costs=planner.costs)
-    own_inputs = replace(inputs, teachers=[], data=replace(inputs.data, measure_yardsticks=lambda: None))
-    plan = plan_teachers(started, planner)
-    changes_of_teachers = {name: value for name, value in changes.items() if name not in ("steps", "log")}
-    start = session.start_time  # of the run: earlier by the time that earlier commands spent on teachers
-    for number in range(1, config.teachers + 1):
-        path, checkpoint = world.broadcast_object(partial(prepare_teacher, started, number, plan, session.note))
-        teacher = world.raise_on_all(partial(read_started, Path(path), checkpoint))
-        if teacher.result is None:
-            now, budget = time.perf_counter(), None
-            if config.minutes is not None and planner.costs is not None:  # An equal share of the rest of the first half
-                minutes = (config.minutes / 2 - (now - start) / 60) / (config.teachers - number + 1)
-                minutes = max(minutes, MIN_TRAINING * config.minutes / config.teachers)
-                budget = TimeBudget.fitting(minutes, 0.0, planner.costs, TEACHER_EVALUATIONS)
-            phase = session.phase(f"teacher {number} of {config.teachers}", now)
-            trainer = open_run(teacher, changes_of_teachers, phase, own_inputs, budget)
-            on_start()
-            result = trainer.train()
-            start += time.perf_counter() - now - result.seconds
-        else:
-            start -= teacher.result.seconds
-        if world.is_main:
-            folder.keep_only_best(teacher.run)
-    return open_run(started, changes, session.phase("pupil", start), inputs, costs=planner.costs)
-
-
-def choose_teachers(started: StartedRun, planner: Planner) -> StartedRun:
-    """Decides how many teachers the run trains first, and records it in ``run.json``."""
-    count, session = planner.count_teachers(), planner.session
-    if count:
-        session.note(
-            f"{count} teachers train first, in half of the {'steps' if started.config.minutes is None else 'time'}: a "
-            "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
-        )
-    record = replace(started.record, own_teachers=count)
-    if session.world.is_main:
-        with disk_errors(started.run):
-            record.write(started.run)
-    return replace(started, record=record, config=replace(started.config, teachers=count))
-
-
-def plan_teachers(started: StartedRun, planner: Planner) -> dict[str, Any]:
-    """Returns the settings of the run's own teachers that differ from its own. All of them have the same steps, and
-    share half of the run's steps or minutes."""
-    config, first, world = started.config, started.run / TEACHERS / "1", planner.session.world
-    recipe = planner.resolve(config)
-    steps = planner.count_teacher_steps(recipe)
-    steps = world.broadcast_object(lambda: read_started(first).config.steps if folder.is_run(first) else steps) or steps
-    in_the_run = ("epochs", "minutes", "warmup", "warmup_tokens", "decay", "batch_ramp", "save_every")
-    return {
-        **dict.fromkeys(in_the_run),
-        "steps": steps,
-        "eval_every": config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS),
-        "compile": "on" if recipe.compile else "off",
-    }
 
 
 def open_inputs(
@@ -225,28 +139,18 @@ def open_run(
     changes: Mapping[str, Any],
     session: Session,
     prepared: Prepared | None = None,
-    budget: TimeBudget | None = None,
-    costs: Costs | None = None,
 ) -> Trainer:
-    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has. ``budget`` is
-    the time of a run's own teacher, and ``costs`` is what was measured before."""
+    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has."""
     world, note = session.world, session.note
     compute, inputs = open_inputs(started, changes, session, prepared)
     data, init = inputs.data, inputs.init
-    own = world.raise_on_all(lambda: own_teachers(started.run, started.config))
-    teachers = Teachers([*own, *inputs.teachers], compute)
-    environment.write_message(environment.RUN, whole_run(started.run))
+    environment.write_message(environment.RUN, started.run)
     changes = {**started.requested_steps, **changes}
-    planner, recipe = Planner(started.config, compute, data, init, session, teachers, costs), started.recipe
-    if teachers.found:
-        draft = recipe or planner.resolve(started.config)
-        planner.check(draft)
-        read_text(teachers, data, draft, started.run, session)
+    planner = Planner(started.config, compute, data, init, session, Teachers(inputs.teachers, compute))
+    recipe, budget = started.recipe, None
     if recipe is None:
-        recipe, own_budget = planner.plan()
-        if budget is not None:
-            recipe = replace(recipe, by_clock="steps eval_every save_every")
-        budget = budget or own_budget
+        planner.choose_teachers()
+        recipe, budget = planner.plan()
     elif started.saved is not None:
         budget = started.saved.budget
     step = started.saved.state.step if started.saved else 0
@@ -261,7 +165,7 @@ def open_run(
         data,
         compute,
         init,
-        teachers,
+        inputs.teachers,
         recipe,
         changes,
         log,
@@ -269,24 +173,4 @@ def open_run(
         started.checkpoint,
         started.saved,
     )
-    seed_all(recipe.seed)
-    return Trainer(context, make_strategy(recipe, compute, world, init, started.checkpoint), budget)
-
-
-def read_text(teachers: Teachers, data: Dataset, recipe: Recipe, run: Path, session: Session) -> None:
-    """Lets the teachers read the text. A signal ends this at once."""
-    stop, at_once = session.stop, session.stop.at_once
-    stop.at_once = True
-    try:
-        if stop.signum is not None:
-            raise Interrupted(stop.signum)
-        teachers.read(
-            data.batches(recipe),
-            recipe,
-            lambda done, total: session.listen(events.Progress("read by the teachers", done, total, "tokens")),
-        )
-    except Interrupted as error:
-        hint = f"gpt train --resume {shlex.quote(str(whole_run(run)))}"
-        raise Interrupted(error.signum, f"interrupted while the teachers read the text; resume with: {hint}") from None
-    finally:
-        stop.at_once = at_once
+    return Trainer(context, budget)

@@ -1,8 +1,10 @@
 """Teachers: other models whose probabilities a run learns from (Hinton et al. 2015, arXiv 1503.02531)."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -10,23 +12,27 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpt import events
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
+from gpt.files import TEMPORARY, atomic_folder, disk_errors, write_pieces
 from gpt.model.decoder import GPT
 from gpt.model.loss import encode_probabilities, mean_probabilities
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Batches, Int64s
 from gpt.text.tokenizer import Tokenizer
+from gpt.training.context import Session
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
 
-TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
+TEACHERS = "teachers"  # subfolder of the run folder, for the weights of its own teachers
 # Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
 # beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
 MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 READ_TOKENS = 8192  # positions of a text that teachers read at once
+COPY_BYTES = 2**24  # bytes copied at once
 
 Uint8s = npt.NDArray[np.uint8]
 
@@ -48,8 +54,8 @@ class TaughtBatches:
 class Teachers:
     """Teachers on a device, without gradients or dropout. ``found`` are their checkpoints.
 
-    They `read` a text once, before the run, because a pupil sees it many times. If the probabilities don't fit into
-    memory, they compute them for every batch.
+    They `read` a text once, before the pupil, which sees it many times. If the probabilities don't fit into memory,
+    they compute them for every batch.
     """
 
     def __init__(self, found: Sequence[InitCheckpoint], compute: Compute) -> None:
@@ -64,28 +70,48 @@ class Teachers:
         models = [checkpoint.load(each.path, self.compute.device, dtype=dtype).model.to(dtype) for each in self.found]
         return [model.eval().requires_grad_(False) for model in models]
 
-    def read(self, batches: BatchSource, recipe: Recipe, report: Callable[[int, int], None]) -> None:
+    def read(self, batches: BatchSource, recipe: Recipe, run: Path, session: Session) -> None:
         """Computes the mean of the teachers' probabilities after each id of a text, if there are teachers and they
-        `can_read` it. Calls ``report`` with the ids done and their total.
+        `can_read` it. Ends early after a signal.
 
-        Windows of T ids overlap by half, so that each prediction has at least T / 2 ids of context.
+        One process of each machine does this. The others map its result, through a file in ``run`` that is removed.
         """
         if not self.found or not isinstance(batches, Batches) or not can_read(len(batches.ids), recipe):
             return
-        n, T, vocab_size = len(batches.ids), batches.block_size, recipe.model.vocab_size
+        world, shape = session.world, (len(batches.ids), recipe.model.vocab_size)
+        if world.local_rank == 0:
+            self.codes = self._read(batches, recipe.model.vocab_size, session)
+            del self.models  # frees their memory
+        if world.local_size == 1:
+            return
+        path = run / f"{TEMPORARY}codes-{world.rank - world.local_rank}"
+        with disk_errors(run):
+            if self.codes is not None:
+                self.codes.tofile(path)
+            world.all_reduce_max(0)
+            self.codes = np.asarray(np.memmap(path, np.uint8, "r", shape=shape))
+            world.all_reduce_max(0)
+        with contextlib.suppress(OSError):  # Windows cannot remove a mapped file.
+            path.unlink(missing_ok=True)
+
+    def _read(self, batches: Batches, vocab_size: int, session: Session) -> Uint8s:
+        """Returns the codes of a text. Windows of T ids overlap by half, so that each prediction has at least T / 2 ids
+        of context."""
+        n, T = len(batches.ids), batches.block_size
         stride = -(-T // 2)
         codes, starts = np.empty((n, vocab_size), np.uint8), np.arange(0, n, stride)
         for windows in np.split(starts, range(0, len(starts), max(1, READ_TOKENS // T))[1:]):
-            report(int(windows[0]), n)
+            if session.stop.signum is not None:
+                break
+            session.listen(events.Progress("read by the teachers", int(windows[0]), n, "tokens"))
             x, _ = batches.windows_at(windows)
             tensors = self(torch.from_numpy(x.copy()).to(self.compute.device))
             states = [stream[:, T - stride :].flatten(0, 1) for stream in tensors[::2]]
             with torch.no_grad(), self.compute.autocast():
                 q = mean_probabilities(states, [table[:vocab_size] for table in tensors[1::2]], vocab_size)
             codes[(windows[:, None] + np.arange(T - stride, T)).ravel() % n] = encode_probabilities(q).cpu().numpy()
-        report(n, n)
-        self.codes = codes
-        del self.models  # frees their memory
+        session.listen(events.Progress("read by the teachers", n, n, "tokens"))
+        return codes
 
     def teach(self, batches: BatchSource) -> BatchSource | TaughtBatches:
         """Adds the probabilities to the batches of a text that the teachers have read."""
@@ -117,14 +143,25 @@ def find_teacher(name: str) -> InitCheckpoint:
     return InitCheckpoint(name, path, *checkpoint.peek(path), folder.weight_checksums(path))
 
 
-def own_teachers(run: Path, config: TrainConfig) -> list[InitCheckpoint]:
+def keep_teacher(run: Path, number: int, start: int) -> str:
+    """Copies the weights of the best checkpoint after step ``start`` to the folder of the run's own teacher ``number``.
+    Returns the folder's name in the run."""
+    best = folder.best([entry for entry in folder.checkpoints(run) if entry.step > start])
+    target = run / TEACHERS / str(number)
+    with disk_errors(run):
+        target.parent.mkdir(exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        with atomic_folder(target) as copy:
+            for path in (run / best.name).iterdir():
+                if path.name not in folder.TRAINING:
+                    with path.open("rb") as file:
+                        write_pieces(copy / path.name, iter(partial(file.read, COPY_BYTES), b""))
+    return f"{TEACHERS}/{number}"
+
+
+def own_teachers(run: Path, count: int) -> list[InitCheckpoint]:
     """Returns the teachers that the run trained itself. Raises `UserError` if one is missing or damaged."""
-    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, (config.teachers or 0) + 1)]
-
-
-def whole_run(path: Path) -> Path:
-    """Returns the run that the run at ``path`` is a part of: for a run's own teacher, that run."""
-    return path.parent.parent if path.parent.name == TEACHERS and folder.is_run(path.parent.parent) else path
+    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, count + 1)]
 
 
 def choose_tokenizer(

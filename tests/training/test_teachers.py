@@ -33,11 +33,14 @@ from gpt import events, programs
 from gpt.config import Arch, GPTConfig, TrainConfig
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
+from gpt.interrupt import StopSignal
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
+from gpt.parallel.world import World
 from gpt.text.batches import Batches
 from gpt.training import recipe
 from gpt.training import teachers as teachers_module
+from gpt.training.context import Session
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
@@ -142,11 +145,10 @@ def test_teachers_read_each_id_with_half_a_window_of_context(T: int, workdir: Pa
     paths = [save(Path(f"teacher-{V}"), loud(GPTConfig.of("modern", V, 8, 1, 2, 16), V)) for V in (257, 272)]
     ids = np.random.default_rng(0).integers(257, size=45)
     batches = Batches(Ids(ids), T, 3, seed=4)
-    teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[tuple[int, int]]()
-    teachers.read(
-        batches, resolved_with(teachers, block_size=T, batch_tokens=3 * T), lambda *report: reports.append(report)
-    )
-    assert (reports[0], reports[-1]) == ((0, 45), (45, 45))
+    teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[Any]()
+    plan = resolved_with(teachers, block_size=T, batch_tokens=3 * T)
+    teachers.read(batches, plan, Path(), Session(World(), StopSignal(), reports.append, 0.0))
+    assert [(reports[i].done, reports[i].total) for i in (0, -1)] == [(0, 45), (45, 45)]
     assert teachers.codes is not None
     probabilities = decode_probabilities(torch.from_numpy(teachers.codes))
     models, stride = [library.load(path).model for path in paths], -(-T // 2)
