@@ -4,8 +4,10 @@ import json
 import shutil
 import signal
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from conftest import (
 )
 from models import CPU, SHAPES, loud, save, tiny_model
 from ranks import copy_killed_run
+from safetensors.torch import load_file
 
 import gpt as library
 from gpt import events, programs
@@ -37,13 +40,14 @@ from gpt.interrupt import StopSignal
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
 from gpt.parallel.world import World
+from gpt.runs import folder, report
 from gpt.text.batches import Batches
-from gpt.training import recipe
+from gpt.training import loop, recipe
 from gpt.training import teachers as teachers_module
 from gpt.training.context import Session
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
-from gpt.training.strategy import Single
+from gpt.training.strategy import Single, make_strategy
 from gpt.training.teachers import Teachers, find_teacher
 
 PUPIL: dict[str, Any] = {"steps": 8, "save_every": 3, "eval_every": 4, "seed": 5}
@@ -295,7 +299,7 @@ OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout":
 
 
 def interrupt_after(steps: int, work: Any) -> None:
-    """Sends SIGINT at the event of this many steps, counted over all phases."""
+    """Sends SIGINT at the event of this many steps."""
     left = [steps]
 
     def on_event(event: Any) -> None:
@@ -308,24 +312,78 @@ def interrupt_after(steps: int, work: Any) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-def test_own_teachers_and_resume_in_each_phase(text: Path) -> None:
-    """Two teachers take 3 of 12 steps each, and the pupil takes 6."""
+def test_own_teachers_and_resume_in_each_cycle(text: Path) -> None:
+    """Two teachers take 3 of 12 steps each, and the model takes 6."""
     whole, run_events = train(text, out="whole", **OWN)
     plans = [(event.phase, event.steps) for event in run_events if isinstance(event, events.Plan)]
-    assert plans == [("teacher 1 of 2", 3), ("teacher 2 of 2", 3), ("pupil", 6)]
-    assert whole.steps == 6
-    teachers = [Path("whole/teachers/1"), Path("whole/teachers/2")]
+    assert plans == [("teacher 1 of 2", 12), ("teacher 2 of 2", 12), ("pupil", 12)]
+    assert whole.steps == 12
+    assert [entry.step for entry in folder.checkpoints(whole.run)] == [10, 12]
+    assert [step.step for step in report.read_history(whole.run).steps] == [*range(7, 13)]
     assert not list(Path("whole/teachers").rglob("training.*"))
-    assert [len(list(path.glob("step-*"))) for path in teachers] == [1, 1]
-    assert not torch.equal(*(weights(path)["model.embed_tokens.weight"] for path in teachers))
+    first, second = (teacher_weights(Path("whole"), number) for number in (1, 2))
+    assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
     interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
-    for steps in (2, 1, 2):
+    assert library.load("parts").path == Path("parts/step-000002")
+    for steps in (1, 3, 2):
         interrupt_after(steps, partial(library.resume, "parts"))
     result = library.resume("parts")
-    assert_same(Path("parts"), Path("whole"))
+    assert_same_runs(Path("parts"), Path("whole"))
     assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
-    for path in teachers:
-        assert curve(Path("parts") / path.relative_to("whole")) == curve(path)
+
+
+class Killed(BaseException):
+    """Ends a run at once."""
+
+
+def fail_at(call: int, target: Any) -> Any:
+    """Returns a function that raises `Killed` instead of this call of ``target``."""
+    calls = count(1)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if next(calls) == call:
+            raise Killed
+        return target(*args, **kwargs)
+
+    return function
+
+
+def test_kill_between_cycles_loses_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after a teacher is kept, and while the teachers read the text."""
+    train(text, out="whole", **OWN)
+    for place, name, call in ((loop, "keep_teacher", 1), (loop, "make_strategy", 3), (Teachers, "_read", 1)):
+        run = Path(f"{name}-{call}")
+        with monkeypatch.context() as patch:
+            patch.setattr(place, name, fail_at(call, getattr(place, name)))
+            with pytest.raises(Killed):
+                train(text, out=str(run), **OWN)
+        library.resume(str(run))
+        assert_same_runs(run, Path("whole"))
+
+
+def teacher_weights(run: Path, number: int) -> dict[str, torch.Tensor]:
+    return load_file(run / "teachers" / str(number) / "model.safetensors")
+
+
+def assert_same_runs(first: Path, second: Path) -> None:
+    assert_same(first, second)
+    assert curve(first) == curve(second)
+    for number in (1, 2):
+        expected = teacher_weights(second, number)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in teacher_weights(first, number).items())
+
+
+def test_memory_of_a_teacher_is_free_before_the_next_model_is_made(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters: list[weakref.ref[Any]] = []
+
+    def make(*args: Any) -> Any:
+        assert not any(parameter() is not None for parameter in parameters)
+        strategy = make_strategy(*args)
+        parameters.extend(map(weakref.ref, strategy.model.parameters()))
+        return strategy
+
+    monkeypatch.setattr(loop, "make_strategy", make)
+    train(text, **OWN)
 
 
 def train_quietly(text: Path, listen: Any, **settings: Any) -> None:
