@@ -297,7 +297,7 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     from gpt.device import pick
     from gpt.model.decoder import GPT
     from gpt.training.optim import make_optimizer
-    from gpt.training.recipe import resolve
+    from gpt.training.recipe import Facts, plan
     from gpt.training.step import Stepper
     from gpt.training.strategy import Single
 
@@ -308,7 +308,7 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     )  # fmt: skip
     compute = pick(config.device, config.dtype, training=True)
     vocab_size = 128 if case.shape == "tiny" else find_preset(shape.preset).model.vocab_size
-    recipe = resolve(config, compute, 10**10, 10**9, vocab_size, True, lambda note: None)
+    recipe = plan(config, Facts.on(compute, bytes=10**10, tokens=10**9, vocab_size=vocab_size, held_out=True))
     with compute.device:
         model = GPT(recipe.model)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)

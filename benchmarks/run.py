@@ -37,7 +37,7 @@ from gpt.runs import checkpoint
 from gpt.text import catalogue
 from gpt.text.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
-from gpt.training.recipe import resolve
+from gpt.training.recipe import Facts, plan
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
 
@@ -262,7 +262,8 @@ def make_gpt_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool
         n_layer=config.n_layer, n_head=config.n_head, n_embd=config.n_embd, block_size=config.block_size,
         batch_tokens=count * config.block_size, steps=100, optimizer=kind, dropout=0.0,
     )  # fmt: skip
-    recipe = resolve(settings, COMPUTE, 10**6, 10**6, config.vocab_size, False, print)
+    facts = Facts.on(COMPUTE, bytes=10**6, tokens=10**6, vocab_size=config.vocab_size, held_out=False)
+    recipe = plan(settings, facts)
     model = GPT(recipe.model)
     stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, COMPUTE.dtype), COMPUTE), recipe, print)
     if compiled and (failed := stepper.compile()):

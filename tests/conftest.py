@@ -164,14 +164,19 @@ def resolved(
     **settings: Any,
 ) -> "recipe.Recipe":  # fmt: skip
     """Returns the recipe of a CPU run on a text of ``n_bytes`` and ``n_tokens``."""
-    import torch
-
     from gpt.config import TrainConfig
-    from gpt.device import Compute
     from gpt.training import recipe
 
-    compute = Compute(torch.device("cpu"), getattr(torch, dtype))
-    return recipe.resolve(TrainConfig(**settings), compute, n_bytes, n_tokens, vocab_size, True, lambda note: None)
+    known = facts(bytes=n_bytes, tokens=n_tokens, vocab_size=vocab_size, dtype=dtype)
+    return recipe.plan(TrainConfig(**settings), known)
+
+
+def facts(**known: Any) -> "recipe.Facts":
+    """Returns the facts of a run on a text of 140,000 tokens, on a CPU with 16 GB, except for those ``known``."""
+    from gpt.training.recipe import Facts
+
+    defaults = {"bytes": 400_000, "tokens": 140_000, "vocab_size": 1024, "held_out": True, "device": "cpu"}
+    return Facts(**{**defaults, "dtype": "float32", "memory": 2**34, "host_memory": 2**34, **known})
 
 
 def losses(event_log: list[Any]) -> list[float]:

@@ -126,6 +126,9 @@ class World:
         """Returns ``compute`` with this rank's device. Raises `UserError` if none is available."""
         return compute
 
+    def connect(self, compute: Compute) -> None:
+        """Lets all ranks exchange tensors on their devices."""
+
     def seed(self, seed: int, step: int) -> None:
         """Seeds torch by ``seed``, ``step`` and data rank, so dropout masks differ between data ranks and need no saved
         random state. A single process keeps its random state."""
@@ -177,12 +180,14 @@ class Ranks(World):
         self.gradients = self.message_group
 
     def place(self, compute: Compute) -> Compute:
-        device = self.raise_on_all(lambda: self._device(compute.device.type))
-        rank_compute = Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
-        if rank_compute.device.type == "cuda":
-            torch.cuda.set_device(rank_compute.device)
+        device = self._device(compute.device.type)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return Compute(device, compute.dtype, self.local_size if device.type == "cpu" else 1)
+
+    def connect(self, compute: Compute) -> None:
+        if compute.device.type == "cuda":
             self.gradients = dist.new_group(backend="nccl", timeout=COLLECTIVE_TIMEOUT)
-        return rank_compute
 
     def _device(self, kind: str) -> torch.device:
         if kind == "cpu":

@@ -163,6 +163,7 @@ class Report:
             return {}
         resolved = {"model": {}, **(record.resolved or {})}
         shape, resolved["batch_ramp"] = resolved.pop("model"), resolved.pop("ramp", None)
+        resolved.pop("budget", None)
         flat = {**(shape if isinstance(shape, dict) else {}), **resolved}
         return {
             "text": ", ".join(record.texts or []) or None,

@@ -21,7 +21,6 @@ from gpt.training.journal import Journal
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
 from gpt.training.strategy import WEIGHT, Strategy
-from gpt.training.time_budget import TimeBudget
 
 SPARE_BYTES = 2**20  # disk space to leave free
 DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = (
@@ -69,19 +68,19 @@ class Checkpointer:
         snapshot_state = self.snapshot.restore(self.strategy, self.scaler)
         vars(self.state).update(vars(snapshot_state), **changes)
 
-    def save(self, recipe: Recipe, budget: TimeBudget | None, is_stopped: Callable[[], bool] | None = None) -> None:
+    def save(self, recipe: Recipe, is_stopped: Callable[[], bool] | None = None) -> None:
         """Takes a snapshot and starts writing it. With ``is_stopped``, writes the final checkpoint (`Writer.last`)."""
         self.take_snapshot()
-        files = self._prepare_files(recipe, budget)
+        files = self._prepare_files(recipe)
         if is_stopped is None:
             self.writer.begin(self.state.step, self.size, files)
         else:
             self.writer.last(self.state.step, self.size, files, is_stopped)
 
-    def _prepare_files(self, recipe: Recipe, budget: TimeBudget | None) -> Callable[[], Files]:
+    def _prepare_files(self, recipe: Recipe) -> Callable[[], Files]:
         """Returns a function that builds the snapshot's checkpoint files in any thread."""
         run, snapshot, state = self.run, self.snapshot, self.snapshot.state
-        training_json = snapshot.to_training_json(recipe, run.machine(), budget)
+        training_json = snapshot.to_training_json(recipe, run.machine())
         recipe = recipe.cycle(state.cycle)
         meta: dict[str, Any] = {
             "step": state.step,

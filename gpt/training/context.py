@@ -53,6 +53,16 @@ class Session:
 
 
 @dataclass(frozen=True)
+class Inputs:
+    """What a run trains with: its device, data, base model and the teachers that the user gave."""
+
+    compute: Compute
+    data: Dataset
+    init: InitCheckpoint | None
+    teachers: list[InitCheckpoint]
+
+
+@dataclass(frozen=True)
 class RunContext:
     """A run that is ready to train, at step 0 or from ``checkpoint``."""
 

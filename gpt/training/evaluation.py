@@ -29,7 +29,6 @@ from gpt.training.logs import Speed
 from gpt.training.recipe import Recipe
 from gpt.training.state import TrainState
 from gpt.training.strategy import Strategy
-from gpt.training.time_budget import TimeBudget
 
 T = TypeVar("T")
 Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
@@ -48,12 +47,12 @@ def windows_to_evaluate(recipe: Recipe) -> int:
 
 
 def evaluate_best(
-    run: RunContext, strategy: Strategy, recipe: Recipe, state: TrainState, budget: TimeBudget | None, speed: Speed
+    run: RunContext, strategy: Strategy, recipe: Recipe, state: TrainState, speed: Speed
 ) -> tuple[Result, GPT]:
-    """Evaluates the best checkpoint on all held-out text, or as much as ``budget`` allows, and samples from it. Returns
-    the result and the model. Raises `Stopped` after a signal."""
+    """Evaluates the best checkpoint on all held-out text, or as much as the time budget allows, and samples from it.
+    Returns the result and the model. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.path)))))
-    data, compute, stop = run.data, run.compute, run.session.stop
+    data, compute, stop, budget = run.data, run.compute, run.session.stop, recipe.budget
     if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that `gpt eval` reproduces the loss.
         compute = device.pick(str(compute.device), "auto")
     model = strategy.load(path, recipe, compute)

@@ -1,7 +1,6 @@
 """Fine-tuning: the base model, adapters, and the defaults that differ from pretraining."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
@@ -136,12 +135,10 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
     lora.find_roles(config.lora_targets or "all", model)
 
 
-def training_shape(config: TrainConfig, model: GPTConfig, note: Callable[[str], None]) -> GPTConfig:
+def training_shape(config: TrainConfig, model: GPTConfig) -> GPTConfig:
     """Returns ``model`` with the context that ``config`` sets for training. By default this is the model's own context,
     but with RoPE at most `CONTEXT`."""
     length = config.block_size or (min(CONTEXT, model.block_size) if model.positions == "rotary" else model.block_size)
-    if config.block_size is None and length < model.block_size:
-        note(f"training on sequences of {length:,} tokens; the model's context is {model.block_size:,} (--block-size)")
     return replace(model, block_size=length)
 
 

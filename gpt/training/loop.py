@@ -23,7 +23,7 @@ from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import make_strategy
 from gpt.training.teachers import Teachers, keep_teacher, own_teachers
-from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock, TimeBudget
+from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
 ROLLBACK_FACTOR = 0.3  # learning rate factor after a rollback
@@ -52,10 +52,9 @@ class Diverged(WorkError):
 class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
-    def __init__(self, run: RunContext, budget: TimeBudget | None = None) -> None:
-        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan. Only a timed run has a
-        ``budget``."""
-        self.run, self.budget, self.run_recipe = run, budget, run.recipe
+    def __init__(self, run: RunContext) -> None:
+        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan."""
+        self.run, self.run_recipe = run, run.recipe
         self.session, self.world, self.data = run.session, run.world, run.data
         self.state = replace(run.saved.state) if run.saved else TrainState()
         self.journal = Journal(run, self.state)
@@ -82,8 +81,8 @@ class Trainer:
         self.stepper = Stepper(self.strategy, recipe, self.on_halved, self.on_uncompiled, self.teachers)
         if path is None:
             state.windows = windows_to_evaluate(recipe)
-            if self.budget is not None and self.budget.windows:
-                state.windows = min(state.windows, self.budget.windows)
+            if recipe.budget is not None and recipe.budget.windows:
+                state.windows = min(state.windows, recipe.budget.windows)
         self.journal.start_cycle(recipe, self.model)
         if recipe.compile:
             self.compile()
@@ -122,10 +121,10 @@ class Trainer:
     def start_clock(self) -> None:
         """Starts the clock of a timed run's cycle, and announces the cycle."""
         state, cycle, count = self.state, self.state.cycle, self.run_recipe.n_teachers
-        seconds = 0.0
-        if self.budget is not None:
+        seconds, budget = 0.0, self.recipe.budget
+        if budget is not None:
             elapsed = time.perf_counter() - self.run.start_time
-            training_seconds = self.budget.training_seconds(elapsed, count - cycle)
+            training_seconds = budget.training_seconds(elapsed, count - cycle)
             state.training_seconds = state.training_seconds or training_seconds
             self.clock = Clock(state.training_seconds, state.share)
             seconds = self.clock.end - time.perf_counter()
@@ -246,9 +245,9 @@ class Trainer:
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if is_last:
-            self.checkpointer.save(self.run_recipe, self.budget, lambda: self.session.stop.signum is not None)
+            self.checkpointer.save(self.run_recipe, lambda: self.session.stop.signum is not None)
         elif is_best or (state.cycle_step and self.is_due("save_every")):
-            self.checkpointer.save(self.run_recipe, self.budget)
+            self.checkpointer.save(self.run_recipe)
         return is_last
 
     def poll(self) -> None:
@@ -328,11 +327,11 @@ class Trainer:
     def finish(self) -> Result:
         """Evaluates the best checkpoint and returns the result of the run."""
         self.stepper.drop_graph()
-        if self.clock is not None and self.budget is not None:
+        if self.clock is not None and self.recipe.budget is not None:
             self.update_recipe(steps=self.state.step)
-            self.session.stop.deadline = self.clock.end + self.budget.end - END_SECONDS
+            self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
             self.session.listen(events.Plan(self.state.step, self.recipe.batch_tokens))
-        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.budget, self.journal.speed)
+        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         if self.recipe.merge_lora and self.world.is_main:
             merged = self.run.path / "merged"
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
@@ -345,7 +344,7 @@ class Trainer:
         state, writer = self.state, self.checkpointer.writer
         self.poll()
         if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
-            self.checkpointer.save(self.run_recipe, self.budget)
+            self.checkpointer.save(self.run_recipe)
         self.world.wait_for_main()
         writer.wait()
         self.journal.report_early_end("signal")

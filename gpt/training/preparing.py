@@ -4,7 +4,7 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from gpt import files
@@ -16,23 +16,13 @@ from gpt.runs import folder
 from gpt.runs.record import FORMAT, RunRecord
 from gpt.text.corpus import open_corpus
 from gpt.text.examples import Conversation, Pair, kind_of
-from gpt.training.budget import preset_for_minutes
-from gpt.training.context import Session, data_record, now
+from gpt.training.context import Inputs, Session, data_record, now
 from gpt.training.data import Dataset, find_token_folder, make_tokens, open_examples, open_tokens
-from gpt.training.finetune import InitCheckpoint, find_init
+from gpt.training.finetune import find_init
+from gpt.training.size import preset_for_minutes
 from gpt.training.teachers import choose_tokenizer, find_teacher
 
 TOKENS = "tokens"  # subfolder of the run folder
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A new run's folder and its opened data."""
-
-    run: Path
-    data: Dataset
-    init: InitCheckpoint | None
-    teachers: list[InitCheckpoint]
 
 
 def prepare(
@@ -42,7 +32,7 @@ def prepare(
     session: Session,
     until_ended: contextlib.ExitStack,
     until_first_step: contextlib.ExitStack,
-) -> Prepared:
+) -> tuple[Path, Inputs]:
     """Creates a run's folder, tokenizes the text into it, and writes ``run.json`` before and after tokenizing.
 
     The folder is locked until ``until_ended`` closes. If an error occurs before ``until_first_step`` closes, the folder
@@ -78,7 +68,7 @@ def prepare(
         data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
     with disk_errors(run):
         data_record(record, data, init, teachers).write(run)
-    return Prepared(run, data, init, teachers)
+    return run, Inputs(compute, data, init, teachers)
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:

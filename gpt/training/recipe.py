@@ -1,8 +1,7 @@
-"""Resolves training settings into a recipe: text size and device decide every ``None`` and ``auto``."""
+"""Plans a run: settings, text, device and measured speed decide every ``None`` and ``auto``."""
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -13,14 +12,13 @@ from gpt.errors import UserError
 from gpt.model.memory import Setup, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
-from gpt.parallel.world import World
 from gpt.peaks import host_memory
 from gpt.programs import compiles_by_default
-from gpt.settings import Amount, Count, Positive, Within, checked
+from gpt.settings import Amount, Count, Positive, Within
 from gpt.text.batches import MAX_BATCH_SIZES, Ramp
 from gpt.training import finetune
+from gpt.training.time_budget import INTERVALS, Costs, TimeBudget
 
-Note = Callable[[str], None]
 Schedule = Literal["linear", "cosine", "constant"]
 COSINE_FLOOR = 0.1  # final share of the peak learning rate in the cosine schedule (GPT-3, appendix B)
 DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule decays
@@ -43,15 +41,67 @@ MAX_GRAPH_FLOPS = 1e13
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
+# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
+# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
+MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
+# A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
+# parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
+MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
+TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
+MIN_TEACHER_STEPS = 100
+TEACHER_EVALUATIONS = 5  # of each
 MAX_STEPS = 2**53
-TEACHER_EVALUATIONS = 5  # of a run's own teacher
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
+COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps, relative to uncompiled ones
+EVALUATIONS = 20  # default number of evaluations
+GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
 COPIED_SETTINGS = (
     "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Everything besides the settings that a recipe depends on."""
+
+    bytes: int  # size of the text in UTF-8
+    tokens: int  # training tokens
+    vocab_size: int
+    held_out: bool  # whether some of the text is held out
+    device: str  # cuda, mps or cpu
+    dtype: str
+    memory: int  # bytes of this process's share of the device's memory
+    host_memory: int
+    has_compiler: bool = False
+    processes: int = 1  # data ranks
+    local_processes: int = 1  # all ranks on this machine
+    rows: int = 0  # rows of examples; 0 for text
+    base: GPTConfig | None = None  # shape of the base model in fine-tuning
+    teachers: tuple[GPTConfig, ...] = ()  # shapes of the teachers
+    costs: Costs | None = None  # of uncompiled steps, once measured for ``--minutes``
+    compiled_costs: Costs | None = None
+
+    @property
+    def unmeasured(self) -> "Facts":
+        """The same facts without costs, for a draft."""
+        return replace(self, costs=None, compiled_costs=None)
+
+    def with_own_teachers(self, count: int, model: GPTConfig) -> "Facts":
+        """The same facts for a run that trains teachers of its own size."""
+        return replace(self, teachers=(*[model] * count, *self.teachers))
+
+    @classmethod
+    def on(cls, compute: Compute, **others: Any) -> "Facts":
+        """Returns the facts of a device and its machine, with ``others``."""
+        device, memory = compute.device.type, compute.memory()
+        compiler = compiles_by_default()
+        return cls(
+            device=device, dtype=compute.dtype_name, memory=memory, host_memory=host_memory(), has_compiler=compiler,
+            **others,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,6 +156,7 @@ class Recipe:
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
     own_teachers: OwnTeachers | None = None
+    budget: TimeBudget | None = None  # None without ``--minutes``, and in drafts
 
     @property
     def n_teachers(self) -> int:
@@ -141,11 +192,11 @@ class Recipe:
         """Whether each process has only a shard of the weights."""
         return self.shard == "full" or self.tensor > 1
 
-    def compiles_whole_step(self, compute: Compute, processes: int) -> bool:
+    def compiles_whole_step(self, device: str, processes: int) -> bool:
         """Whether the forward and backward pass compile into one program. This needs a single process on a CPU that
         trains all weights without recomputation or chunked logits."""
         single = processes == 1 and not self.is_sharded
-        return compute.device.type == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
+        return device == "cpu" and single and not (self.lora_rank or self.recompute or self.loss_chunk)
 
     def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
         """Whether steps run as CUDA graphs: in a single process, if launching kernels takes longer than running them.
@@ -197,7 +248,7 @@ def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTCo
     """The context for training on examples with ``n_bytes`` of text. ``start`` is the base model's shape in
     fine-tuning."""
     if start is not None:
-        return finetune.training_shape(config, start, lambda text: None).block_size
+        return finetune.training_shape(config, start).block_size
     return choose_context(config, find_preset(preset_name(config, n_bytes, device)).model)
 
 
@@ -210,83 +261,113 @@ def choose_context(config: TrainConfig, shape: GPTConfig) -> int:
     return max(shape.block_size, MIN_ROPE_CONTEXT if is_rotary else 0)
 
 
-def resolve(
-    config: TrainConfig,
-    compute: Compute,
-    n_bytes: int,
-    n_tokens: int,
-    vocab_size: int,
-    held_out: bool,
-    note: Note,
-    start: GPTConfig | None = None,
-    pairs: int = 0,
-    processes: int = 1,
-    token_budget: float = math.inf,
-    teachers: Sequence[GPTConfig] = (),
-) -> Recipe:
-    """Resolves the recipe for ``n_tokens`` of training text, ``n_bytes`` long.
+def plan(config: TrainConfig, facts: Facts) -> Recipe:
+    """Plans a run. Raises `UserError` for settings that contradict each other or the text, or without enough time.
 
-    In fine-tuning, ``start`` is the base model's shape, and ``token_budget`` is the number of tokens that there is time
-    for. ``pairs`` is the number of example rows, or 0 for text. ``processes`` is the number of data ranks. ``teachers``
-    are the teachers' shapes. Calls ``note`` about changed settings. Raises `UserError` for settings that contradict
-    each other or the text.
+    A run with ``--minutes`` needs measured costs. Without them, returns a draft without a `budget`, whose costs are to
+    be measured: first of uncompiled steps, then of compiled ones if the run compiles.
     """
-    context = start.block_size if start is not None and start.positions == "rotary" else 0
-    start = start and finetune.training_shape(config, start, note)
-    name = preset_name(config, n_bytes, compute.device.type) if start is None else nearest_preset(start)
-    preset = find_preset(name) if start is None else replace(find_preset(name), model=start)
-    model = _model_shape(config, preset, 2**63 if pairs else n_tokens, vocab_size, note)
+    if config.teachers is None:
+        config = replace(config, teachers=count_teachers(config, facts))
+    if config.minutes is None:
+        return _plan_steps(config, facts)
+    # The default batch of fine-tuning depends on the tokens that there is time for, and can take minutes.
+    has_default_batch = facts.base is not None and config.batch_tokens is None
+    draft = _plan_steps(config, facts, max_tokens=1 if has_default_batch else math.inf)
+    if facts.costs is None:
+        return draft
+    budget, tokens = divide_time(config, draft, facts.costs, config.minutes)
+    draft = _plan_steps(config, facts, tokens)
+    planned = replace(config, minutes=None, compile="on" if draft.compile else "off")
+    if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and a speed of its own.
+        steps = max(1, round(tokens / draft.batch_tokens))
+        draft = _plan_steps(replace(planned, steps=steps), facts, tokens)
+        if facts.compiled_costs is None:
+            return draft
+        dropout = config.dropout if config.teachers else draft.model.dropout
+        planned = replace(planned, dropout=dropout, micro_batch=str(draft.micro_batch))
+        budget, tokens = divide_time(config, draft, facts.compiled_costs, config.minutes)
+    steps = max(1, round(tokens / draft.batch_tokens))
+    eval_every = config.eval_every or math.ceil(steps / budget.pauses)
+    samples = config.sample_every if config.sample_every is not None or budget.samples else 0
+    planned = replace(planned, steps=steps, eval_every=eval_every, sample_every=samples)
+    recipe = _plan_steps(planned, facts, tokens)
+    by_clock = ["steps", *(name for name in INTERVALS if getattr(config, name) is None)]
+    if config.eval_every is not None and "save_every" in by_clock:
+        by_clock.remove("save_every")
+    return replace(recipe, warmup=min(recipe.warmup, steps), by_clock=" ".join(by_clock), budget=budget)
+
+
+def count_teachers(config: TrainConfig, facts: Facts) -> int:
+    """The number of teachers that a run should train first. They pay off only if the model would read the text so
+    often that it learns little more from it (benchmarks/defaults.md)."""
+    recipe = plan(replace(config, teachers=0), facts.unmeasured)
+    tokens: float = recipe.tokens(recipe.steps)
+    if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
+        return 0
+    if config.minutes is not None:
+        tokens = divide_time(config, recipe, facts.costs, config.minutes)[1] if facts.costs else 0.0
+    steps, passes = round(tokens / recipe.batch_tokens), tokens / facts.tokens
+    if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * facts.tokens / breakdown(recipe.model).trainable:
+        return 0
+    count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+    return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
+
+
+def can_read(tokens: int, recipe: Recipe) -> bool:
+    """Whether teachers read a text of so many tokens beforehand."""
+    V = recipe.model.vocab_size
+    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
+
+
+def divide_time(config: TrainConfig, recipe: Recipe, costs: Costs, minutes: float) -> tuple[TimeBudget, float]:
+    """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Estimates the speed
+    of compiled steps from that of uncompiled ones. Raises `UserError` without enough time."""
+    token_seconds = costs.token / (COMPILED_SPEEDUP if recipe.compile and not costs.compiled else 1)
+    step_seconds = token_seconds * recipe.batch_tokens
+    evals = 60 * minutes / step_seconds / recipe.eval_every if config.eval_every else EVALUATIONS
+    budget = TimeBudget.fitting(minutes, costs.elapsed, costs, evals)
+    return budget, budget.tokens(costs.elapsed, token_seconds, recipe.batch_tokens)
+
+
+def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf) -> Recipe:
+    """Plans a run by its steps or epochs. ``max_tokens`` is the number of tokens that fine-tuning has time for."""
+    base = facts.base and finetune.training_shape(config, facts.base)
+    name = preset_name(config, facts.bytes, facts.device) if base is None else nearest_preset(base)
+    preset = find_preset(name) if base is None else replace(find_preset(name), model=base)
+    model = _model_shape(config, preset, 2**63 if facts.rows else facts.tokens, facts.vocab_size)
     optimizer = auto_optimizer(config, model)
     check_heads(model, config.tensor)
-    _check_contexts(model, config, teachers)
-    if start is not None:
-        default_epochs = finetune.choose_epochs(n_tokens, pairs > 0, model, compute.device.type)
-        tokens = min(default_epochs * n_tokens, token_budget)
-        preset = finetune.shrink_batch(preset, tokens, finetune.PAIR_STEPS if pairs else finetune.STEPS)
+    facts = facts.with_own_teachers(config.teachers or 0, model)
+    _check_contexts(model, config, facts.teachers)
+    if base is not None:
+        default_epochs = finetune.choose_epochs(facts.tokens, facts.rows > 0, model, facts.device)
+        tokens = min(default_epochs * facts.tokens, max_tokens)
+        preset = finetune.shrink_batch(preset, tokens, finetune.PAIR_STEPS if facts.rows else finetune.STEPS)
     else:
-        default_epochs = auto_epochs(n_tokens, model, compute.device.type)
-        preset = finetune.shrink_batch(preset, default_epochs * n_tokens, finetune.STEPS) if pairs else preset
-    batch = _plan_batch(config, preset, model, compute, n_tokens / pairs if pairs else None, processes, teachers)
-    steps = _total_steps(config, n_tokens, batch, default_epochs)
-    own_teachers, ratio = None, n_tokens / breakdown(model).trainable
-    if config.teachers:
-        each = max(1, steps // 2 // config.teachers)
-        passes = 0.0 if start is not None else each * batch.tokens / n_tokens
-        dropout, weight_decay = auto_regularization(passes, ratio)
-        own_eval_every = config.eval_every or math.ceil(each / TEACHER_EVALUATIONS)
-        own_teachers = OwnTeachers(
-            config.teachers,
-            each,
-            warmup=min(2000, round(each / 20)),
-            decay=round(DECAY_SHARE * each),
-            weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
-            dropout=model.dropout if config.dropout is not None or start is not None else dropout,
-            eval_every=own_eval_every,
-            save_every=config.save_every or own_eval_every,
-        )
-        steps = max(1, steps - config.teachers * each)
-    taught = bool(teachers or config.teachers)
-    passes = 0.0 if start is not None else batch.tokens_read(steps) / n_tokens
-    dropout, weight_decay = auto_regularization(passes, ratio)
-    if taught and start is None:
+        default_epochs = auto_epochs(facts.tokens, model, facts.device)
+        preset = finetune.shrink_batch(preset, default_epochs * facts.tokens, finetune.STEPS) if facts.rows else preset
+    batch = _plan_batch(config, preset, model, facts)
+    steps = _total_steps(config, facts.tokens, batch, default_epochs)
+    own_teachers = _plan_teachers(config, facts, model, batch, steps) if config.teachers else None
+    earlier_steps = own_teachers.count * own_teachers.steps if own_teachers else 0
+    steps = max(1, steps - earlier_steps)
+    passes = 0.0 if base is not None else batch.tokens_read(steps) / facts.tokens
+    dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
+    if facts.teachers and base is None:
         dropout, weight_decay = 0.0, TAUGHT_DECAY
     model = model if config.dropout is not None else replace(model, dropout=dropout)
-    warmup = _warmup_steps(config, steps, batch)
-    for line in _ineffective_settings(config, model, steps, warmup, held_out, taught):
-        note(line)
-    if model.layout == "gpt":
-        note("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     eval_every = config.eval_every or math.ceil(steps / 20)
     copied_settings: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
     recipe = Recipe(
         preset=name,
         model=model,
-        steps=steps + (own_teachers.count * own_teachers.steps if own_teachers else 0),
+        steps=earlier_steps + steps,
         batch_tokens=batch.tokens,
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
         lr=_learning_rate(config, preset, optimizer),
-        warmup=warmup,
+        warmup=_warmup_steps(config, steps, batch),
         decay=round(DECAY_SHARE * steps) if config.decay is None else min(config.decay, steps),
         optimizer=optimizer,
         weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
@@ -298,17 +379,31 @@ def resolve(
         lora_targets=config.lora_targets or "all",
         ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
-        context=context,
-        teacher_weight=config.teacher_weight if taught else 0.0,
+        context=facts.base.block_size if facts.base is not None and facts.base.positions == "rotary" else 0,
+        teacher_weight=config.teacher_weight if facts.teachers else 0.0,
         own_teachers=own_teachers,
         **copied_settings,
     )
-    return replace(recipe, compile=_should_compile(config, recipe, compute, processes))
+    return replace(recipe, compile=_should_compile(config, recipe, facts))
 
 
-def broadcast(world: World, make: Callable[[], Recipe]) -> Recipe:
-    """Broadcasts rank 0's recipe to all ranks."""
-    return checked(Recipe, world.broadcast_object(lambda: asdict(make())), "the recipe of process 0")
+def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "_Batch", steps: int) -> OwnTeachers:
+    """Plans a run's own teachers, which share half of its ``steps``. Warmup and decay are the defaults."""
+    count = config.teachers or 1
+    steps = max(1, steps // 2 // count)
+    passes = 0.0 if facts.base is not None else steps * batch.tokens / facts.tokens
+    dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
+    eval_every = config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS)
+    return OwnTeachers(
+        count,
+        steps,
+        warmup=min(2000, round(steps / 20)),
+        decay=round(DECAY_SHARE * steps),
+        weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
+        dropout=dropout if config.dropout is None else model.dropout,
+        eval_every=eval_every,
+        save_every=config.save_every or eval_every,
+    )
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
@@ -319,24 +414,44 @@ def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
     return config.optimizer or ("adamw" if is_large else "muon")
 
 
-def _ineffective_settings(
-    config: TrainConfig, model: GPTConfig, steps: int, warmup: int, held_out: bool, taught: bool
-) -> list[str]:
-    """Notes about settings that have no effect, or less effect than intended."""
-    lines = []
-    if config.patience and not held_out:
+def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
+    """Returns notes for the user about settings that the plan changed, or that have less effect than intended."""
+    lines, model, steps = [], recipe.model, recipe.cycle(recipe.n_teachers).steps
+    if config.teachers is None and recipe.n_teachers:
+        lines.append(
+            f"{recipe.n_teachers} teachers train first, in half of the {'time' if recipe.is_timed else 'steps'}: a "
+            "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
+        )
+    shape = facts.base and finetune.training_shape(config, facts.base)
+    context = choose_context(config, shape or find_preset(recipe.preset).model)
+    if shape and facts.base and config.block_size is None and context < facts.base.block_size:
+        lines.append(
+            f"training on sequences of {context:,} tokens; the model's context is {facts.base.block_size:,} "
+            "(--block-size)"
+        )
+    if model.block_size < context:
+        lines.append(
+            f"the text has {facts.tokens:,} tokens to train on: context reduced from {context:,} to {facts.tokens:,}"
+        )
+    if config.patience and not facts.held_out:
         lines.append("--patience has no effect: nothing is held out")
-    if warmup > steps:
-        share = f"{steps / warmup:.2g}"
-        lines.append(f"warmup is {warmup:,} steps, the run {steps:,}: the learning rate reaches {share} of its peak")
+    if recipe.warmup > steps:
+        lines.append(
+            f"warmup is {recipe.warmup:,} steps, the run {steps:,}: the learning rate reaches "
+            f"{steps / recipe.warmup:.2g} of its peak"
+        )
+    elif recipe.is_timed and recipe.warmup == steps:
+        lines.append(f"warmup is longer than the run, about {steps:,} steps: the learning rate rises in all of them")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
-    if config.teacher_weight != TrainConfig.teacher_weight and not taught:
+    if config.teacher_weight != TrainConfig.teacher_weight and not recipe.teacher_weight:
         lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
     elif config.decay is not None and config.decay > steps:
         lines.append(f"decay is {config.decay:,} steps, the run {steps:,}: the learning rate decays in all of them")
+    if model.layout == "gpt":
+        lines.append("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     return lines
 
 
@@ -360,7 +475,7 @@ def check_heads(model: GPTConfig, tensor: int) -> None:
             )
 
 
-def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GPTConfig]) -> None:
+def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: tuple[GPTConfig, ...]) -> None:
     """Raises `UserError` for a teacher with a shorter context than the model's."""
     own = [f"{number}" for number in range(1, (config.teachers or 0) + 1)]
     for name, teacher in zip([*own, *config.teacher], teachers, strict=False):
@@ -372,12 +487,9 @@ def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: Sequence[GP
             )
 
 
-def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int, note: Note) -> GPTConfig:
+def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int) -> GPTConfig:
     shape = preset.model
-    block_size = choose_context(config, shape)
-    if n_tokens < block_size:
-        note(f"the text has {n_tokens:,} tokens to train on: context reduced from {block_size:,} to {n_tokens:,}")
-        block_size = n_tokens
+    block_size = min(choose_context(config, shape), n_tokens)
     if config.init is not None:
         return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
     return config.new_model(shape, vocab_size, block_size)
@@ -417,28 +529,20 @@ class _Batch:
         return self.ramp.count_rows_before(steps) * self.row_size if self.ramp else steps * self.tokens
 
 
-def _plan_batch(
-    config: TrainConfig,
-    preset: Preset,
-    model: GPTConfig,
-    compute: Compute,
-    pair_tokens: float | None,
-    processes: int,
-    teachers: Sequence[GPTConfig],
-) -> _Batch:
-    """Plans the batch. If ``pair_tokens`` is set, rows are examples with this average length.
+def _plan_batch(config: TrainConfig, preset: Preset, model: GPTConfig, facts: Facts) -> _Batch:
+    """Plans the batch.
 
     A batch that the processes cannot split evenly is rounded up. If the user set the batch of a text, raises
     `UserError` instead.
     """
-    T, ramp = model.block_size, None
-    row_tokens = T if pair_tokens is None else pair_tokens
-    rows = _batch_rows(config, preset, row_tokens, pair_tokens is not None)
-    if config.batch_tokens is None or pair_tokens is not None:
+    T, ramp, processes, has_examples = model.block_size, None, facts.processes, facts.rows > 0
+    row_tokens = facts.tokens / facts.rows if has_examples else T
+    rows = _batch_rows(config, preset, row_tokens, has_examples)
+    if config.batch_tokens is None or has_examples:
         rows += -rows % processes
-    check_even_split(rows, processes, T if pair_tokens is None else None)
-    _check_batch(rows // processes, rows * row_tokens)
-    setup = _plan_micro_batch(config, model, compute, rows // processes, processes, teachers)
+    check_even_split(rows, processes, None if has_examples else T)
+    _check_batch(rows // processes, rows * row_tokens, facts.host_memory)
+    setup = _plan_micro_batch(config, model, facts, rows // processes)
     if config.batch_ramp is not None:
         first = max(1, min(RAMP_START[0] // T, round(rows * RAMP_START[1])))
         first += -first % processes
@@ -448,9 +552,9 @@ def _plan_batch(
     return _Batch(rows, row_tokens, ramp, setup)
 
 
-def _check_batch(rows: int, tokens: float) -> None:
+def _check_batch(rows: int, tokens: float, memory: int) -> None:
     """Raises `UserError` if the ids of a step exceed host memory."""
-    n_bytes, memory = rows * ROW_BYTES + ID_BYTES * tokens, host_memory()
+    n_bytes = rows * ROW_BYTES + ID_BYTES * tokens
     if n_bytes > BATCH_MEMORY_SHARE * memory:
         raise UserError(
             f"the ids of a step of {tokens:,.0f} tokens take {n_bytes / 1e9:,.1f} GB, and this machine has "
@@ -459,54 +563,39 @@ def _check_batch(rows: int, tokens: float) -> None:
         )
 
 
-def _plan_micro_batch(
-    config: TrainConfig, model: GPTConfig, compute: Compute, rows: int, processes: int, teachers: Sequence[GPTConfig]
-) -> Setup:
+def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows: int) -> Setup:
     """Plans the micro-batch of a process with ``rows`` sequences per step. If dropout is not yet decided, counts its
     memory."""
-    if config.dropout is None and config.init is None and not teachers:
+    if config.dropout is None and config.init is None and (config.teachers or not facts.teachers):
         model = replace(model, dropout=DROPOUT)
-    setup = replace(
-        _memory_setup(config, auto_optimizer(config, model), compute, processes, teachers), recompute=config.recompute
-    )
+    setup = replace(_memory_setup(config, auto_optimizer(config, model), facts), recompute=config.recompute)
     if config.micro_batch == "auto":
-        return with_largest_micro_batch(model, setup, rows, compute.memory())
+        return with_largest_micro_batch(model, setup, rows, facts.memory)
     return with_loss_chunks(
-        model, with_micro_batch(setup, parse_micro_batch(config.micro_batch, rows), rows), compute.memory()
+        model, with_micro_batch(setup, parse_micro_batch(config.micro_batch, rows), rows), facts.memory
     )
 
 
-def _memory_setup(
-    settings: TrainConfig | Recipe,
-    optimizer: Optimizer,
-    compute: Compute,
-    processes: int,
-    teachers: Sequence[GPTConfig],
-) -> Setup:
+def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, facts: Facts) -> Setup:
     return Setup(
-        dtype=compute.dtype_name,
+        dtype=facts.dtype,
         optimizer=optimizer,
-        data=processes,
+        data=facts.processes,
         shard=settings.shard == "full",
         tensor=settings.tensor,
-        device="cuda" if compute.device.type == "cuda" else "cpu",
-        teachers=tuple(teachers),
+        device="cuda" if facts.device == "cuda" else "cpu",
+        teachers=facts.teachers,
     )
 
 
-def check_model(
-    recipe: Recipe, compute: Compute, processes: int, here: int = 1, teachers: Sequence[GPTConfig] = ()
-) -> None:
+def check_model(recipe: Recipe, facts: Facts) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
-    memory. Otherwise, the system would kill the process.
-
-    ``processes`` counts data ranks, ``here`` all ranks on this machine. Skips adapters, because their moments are
-    small.
-    """
-    model, memory = recipe.model, compute.memory()
+    memory. Otherwise, the system would kill the process. Skips adapters, because their moments are small."""
+    model, memory = recipe.model, facts.memory
     if recipe.lora_rank:
         return
-    setup = _memory_setup(recipe, recipe.optimizer, compute, processes, teachers)
+    facts = facts.with_own_teachers(recipe.n_teachers, model)
+    setup = _memory_setup(recipe, recipe.optimizer, facts)
     step = count_step_memory(model, setup)
     n_bytes = (
         step.parameters
@@ -518,10 +607,10 @@ def check_model(
     if n_bytes > memory:
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
-            f"optimizer state{', teachers' * bool(teachers)}), but only {memory / 1e9:,.1f} GB are available",
+            f"optimizer state{', teachers' * bool(facts.teachers)}), but only {memory / 1e9:,.1f} GB are available",
             "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
         )
-    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1), host_memory()
+    copies, host_bytes = step.snapshot * (facts.local_processes if recipe.is_sharded else 1), facts.host_memory
     if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
             f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
@@ -562,7 +651,7 @@ def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epoc
     if config.steps is not None:
         return config.steps
     if config.minutes is not None:
-        return 1000  # A guess until `gpt.training.budget` measures the speed.
+        return GUESSED_STEPS
     epochs = default_epochs if config.epochs is None else config.epochs
     if epochs <= 0:
         raise UserError(f"epochs is {epochs:g}; it must be more than 0")
@@ -588,17 +677,17 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
     return dropout, max(DEFAULT_WEIGHT_DECAY, round(decay, 2))
 
 
-def _should_compile(config: TrainConfig, recipe: Recipe, compute: Compute, processes: int) -> bool:
+def _should_compile(config: TrainConfig, recipe: Recipe, facts: Facts) -> bool:
     """Whether to compile. ``auto`` compiles long runs, and on a CPU only small models (benchmarks/defaults.md). It
     excludes examples, because their lengths vary."""
     if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
-    model, dtype = recipe.model, compute.dtype_name
+    model, dtype = recipe.model, facts.dtype
     flops = 6 * breakdown(model).trainable * recipe.tokens(recipe.steps)
-    if compute.device.type == "cuda":
+    if facts.device == "cuda":
         is_long = flops >= COMPILE_RUN_FLOPS if config.minutes is None else config.minutes >= COMPILE_MINUTES
         return is_long and flops >= COMPILE_STEP_FLOPS * recipe.steps
-    if not recipe.compiles_whole_step(compute, processes) or model.n_layer > MAX_COMPILED_LAYERS:
+    if not recipe.compiles_whole_step(facts.device, facts.processes) or model.n_layer > MAX_COMPILED_LAYERS:
         return False
     seconds = flops / (CPU_FLOPS_PER_WIDTH[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
-    return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and compiles_by_default()
+    return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and facts.has_compiler

@@ -27,7 +27,7 @@ from gpt.training.data import Dataset, find_token_folder, load_tokens, make_toke
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, check_heads, parse_micro_batch
-from gpt.training.state import SavedState, read_saved_state
+from gpt.training.state import SavedState, TrainState, read_saved_state
 from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 from gpt.words import counted
 
@@ -70,9 +70,7 @@ class StartedRun:
         ``--minutes`` has to measure its speed again."""
         if self.saved is not None:
             return self.saved.recipe
-        if self.record.resolved is None or self.config.minutes is not None:
-            return None
-        return checked(Recipe, self.record.resolved, str(self.run / folder.RECORD))
+        return None if self.record.resolved is None or self.config.minutes is not None else read_recipe(self.run)
 
     @property
     def requested_steps(self) -> dict[str, int]:
@@ -163,6 +161,11 @@ def read_started(run: Path, name: str | None = None) -> StartedRun:
     saved = None if name is None else read_saved_state(run / name)
     config = replace(config, preset=record.size or config.preset)
     return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
+
+
+def read_recipe(run: Path) -> Recipe:
+    """Reads the recipe in ``run.json``, or its draft. Raises `UserError` if it is damaged."""
+    return checked(Recipe, RunRecord.read(run).resolved, str(run / folder.RECORD))
 
 
 def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
@@ -299,7 +302,7 @@ def open_data(
 
 
 def apply_changes(
-    recipe: Recipe, changes: Mapping[str, Any], step: int, note: Callable[[str], None], processes: int = 1
+    recipe: Recipe, changes: Mapping[str, Any], state: TrainState, note: Callable[[str], None], processes: int = 1
 ) -> Recipe:
     """Applies ``changes`` to the recipe, for ``processes`` data ranks. Raises `UserError` for fewer steps or a batch
     that the processes cannot split evenly."""
@@ -334,7 +337,8 @@ def apply_changes(
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
         new_recipe = replace(recipe, steps=steps)
-        current, new_lr = (schedule.lr_at(step + 1) for schedule in (recipe, new_recipe))
+        step = state.step
+        current, new_lr = (each.cycle(state.cycle).lr_at(state.cycle_step + 1) for each in (recipe, new_recipe))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
             f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {new_lr:.2g}"

@@ -1,13 +1,14 @@
 """A training run, from texts to a saved checkpoint.
 
-Rank 0 creates a new run's folder (`prepare`) or finds the run to resume (`find_and_lock`). Then all ranks read the
-folder (`open_run`) and train (`Trainer`), so a new run resumes at step 0.
+Rank 0 creates a new run's folder (`prepare`) or finds the run to resume (`find_and_lock`), and writes the recipe of a
+new run to ``run.json`` (`plan_on_all`). Then all ranks read the folder (`open_run`) and train (`Trainer`), so a new run
+resumes at step 0.
 """
 
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -17,31 +18,32 @@ from gpt import device, events
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.distribution import VERSION
+from gpt.files import disk_errors
 from gpt.interrupt import StopSignal
 from gpt.parallel import environment
-from gpt.parallel.world import join_world
+from gpt.parallel.world import World, join_world
 from gpt.settings import from_dict
 from gpt.training import logs
-from gpt.training.budget import Planner
-from gpt.training.context import Listener, Result, RunContext, Session, data_record
+from gpt.training.context import Inputs, Listener, Result, RunContext, Session, data_record
 from gpt.training.loop import Trainer
-from gpt.training.preparing import Prepared, prepare
-from gpt.training.recipe import broadcast
+from gpt.training.measuring import Meter
+from gpt.training.preparing import prepare
+from gpt.training.recipe import Facts, Recipe, check_model, notes, plan
 from gpt.training.resuming import (
     StartedRun,
     apply_changes,
     find_and_lock,
     finished_result,
     open_data,
+    read_recipe,
     read_started,
     refuse_fixed_options,
     restore_compute,
     restore_init,
     restore_teachers,
 )
-from gpt.training.teachers import Teachers, check_tokenizers
-
-TEACHER_EVALUATIONS = 5  # of a run's own teacher
+from gpt.training.state import TrainState
+from gpt.training.teachers import check_tokenizers
 
 
 def train(
@@ -56,16 +58,14 @@ def train(
     with _session(config.nproc, listen, start_time) as session:
         world = session.world
         world.assert_same({"text": list(map(str, texts)), **asdict(config), **_code_versions()})
-        world.raise_on_all(lambda: logs.check(config.log))
-        compute = world.raise_on_all(lambda: device.pick(config.device, config.dtype, training=True))
-        world.raise_on_all(lambda: world.divide(config.tensor))
+        compute = world.raise_on_all(partial(check_machine, config, world))
         with contextlib.ExitStack() as until_ended, contextlib.ExitStack() as until_first_step:
-            prepared = None
+            path, inputs = None, None
             if world.is_main:
-                prepared = prepare(texts, config, compute, session, until_ended, until_first_step)
-            run = world.broadcast_object(lambda: str(prepared.run if prepared else ""))
+                path, inputs = prepare(texts, config, compute, session, until_ended, until_first_step)
+            run = world.broadcast_object(lambda: str(path))
             started = world.raise_on_all(lambda: read_started(Path(run)))
-            trainer = open_run(started, {}, session, prepared)
+            trainer = open_run(started, {}, session, inputs)
             until_first_step.close()
             return trainer.train()
 
@@ -102,6 +102,15 @@ def resume(
         return open_run(started, changes, session).train()
 
 
+def check_machine(config: TrainConfig, world: World) -> Compute:
+    """Chooses the device before rank 0 tokenizes. Raises `UserError` if this rank cannot train on it, or cannot log."""
+    logs.check(config.log)
+    world.divide(config.tensor)
+    compute = device.pick(config.device, config.dtype, training=True)
+    world.place(compute)
+    return compute
+
+
 @contextlib.contextmanager
 def _session(nproc: int, listen: Listener, start_time: float | None) -> Iterator[Session]:
     """Handles signals and joins the other processes."""
@@ -115,62 +124,84 @@ def _code_versions() -> dict[str, str]:
     return {"the version of gpt": VERSION, "the version of torch": version("torch")}
 
 
-def open_inputs(
-    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Prepared | None
-) -> tuple[Compute, Prepared]:
-    """Opens a run's device, data, base model and teachers on all ranks. ``prepared`` is what a rank already has."""
-    world, note = session.world, session.note
-    compute = world.place(world.raise_on_all(lambda: restore_compute(started, changes, world.size, note)))
-    world.raise_on_all(lambda: world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor))))
-    init = world.raise_on_all(lambda: prepared.init if prepared else restore_init(started, world))
-    found = world.raise_on_all(lambda: prepared.teachers if prepared else restore_teachers(started, world))
-    data = prepared.data if prepared else None
-    if world.is_main and data is None:  # Rank 0 goes first because it might have to tokenize the text.
-        data = open_data(started, compute, init, found, session)
+def open_inputs(started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Inputs | None) -> Inputs:
+    """Opens a run's device, data, base model and teachers on all ranks. Rank 0 goes first because it might have to
+    tokenize the text."""
+    world = session.world
+
+    def open_here() -> Inputs:
+        world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor)))
+        compute = world.place(restore_compute(started, changes, world.size, session.note))
+        if prepared is not None:
+            inputs = replace(prepared, compute=compute)
+        else:
+            init, found = restore_init(started, world), restore_teachers(started, world)
+            inputs = Inputs(compute, open_data(started, compute, init, found, session), init, found)
+        check_tokenizers(inputs.teachers, inputs.data.tokenizer)
+        return inputs
+
+    opened = open_here() if world.is_main else None
     world.broadcast_object(lambda: True)
-    data = world.raise_on_all(lambda: data or open_data(started, compute, init, found, session))
-    world.raise_on_all(lambda: check_tokenizers(found, data.tokenizer))
-    world.assert_same({"text": data.sources})
-    return compute, Prepared(started.run, data, init, found)
+    inputs = world.raise_on_all(lambda: opened or open_here())
+    world.connect(inputs.compute)
+    world.assert_same({"text": inputs.data.sources})
+    return inputs
+
+
+def find_facts(inputs: Inputs, world: World) -> Facts:
+    """Returns what a rank knows about the run."""
+    data, init = inputs.data, inputs.init
+    return Facts.on(
+        inputs.compute, bytes=data.bytes, tokens=data.tokens, vocab_size=data.tokenizer.vocab_size,
+        held_out=data.held_out_tokens > 0, processes=world.data_size, local_processes=world.local_size, rows=data.rows,
+        base=init.model if init else None, teachers=tuple(teacher.model for teacher in inputs.teachers),
+    )  # fmt: skip
+
+
+def plan_on_all(started: StartedRun, config: TrainConfig, facts: Facts, world: World) -> Recipe:
+    """Plans the run on rank 0, which writes the recipe to ``run.json``, where all ranks read it. Raises `UserError`
+    without enough memory or time."""
+
+    def write() -> None:
+        recipe = plan(config, facts)
+        check_model(recipe, facts)
+        with disk_errors(started.run):
+            replace(started.record, resolved=asdict(recipe)).write(started.run)
+
+    world.broadcast_object(write)
+    return read_recipe(started.run)
 
 
 def open_run(
-    started: StartedRun,
-    changes: Mapping[str, Any],
-    session: Session,
-    prepared: Prepared | None = None,
+    started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Inputs | None = None
 ) -> Trainer:
-    """Opens a run's data, device, recipe and model on all ranks. ``prepared`` is what a rank already has."""
-    world, note = session.world, session.note
-    compute, inputs = open_inputs(started, changes, session, prepared)
-    data, init = inputs.data, inputs.init
+    """Plans a new run, and opens the model of any run. ``prepared`` is what rank 0 already has."""
+    world, config = session.world, started.config
+    inputs = open_inputs(started, changes, session, prepared)
     environment.write_message(environment.RUN, started.run)
+    if started.saved is None:
+        started = replace(started, record=data_record(started.record, inputs.data, inputs.init, inputs.teachers))
+    facts = find_facts(inputs, world)
+    recipe = started.recipe or plan_on_all(started, config, facts, world)
+    if started.recipe is None:
+        meter = Meter(config.minutes or 0.0, inputs, session)
+        while config.minutes is not None and recipe.budget is None:
+            facts = meter.measure(recipe, facts)
+            recipe = plan_on_all(started, config, facts, world)
+        for line in notes(config, facts, recipe):
+            session.note(line)
     changes = {**started.requested_steps, **changes}
-    planner = Planner(started.config, compute, data, init, session, Teachers(inputs.teachers, compute))
-    recipe, budget = started.recipe, None
-    if recipe is None:
-        planner.choose_teachers()
-        recipe, budget = planner.plan()
-    elif started.saved is not None:
-        budget = started.saved.budget
-    step = started.saved.state.step if started.saved else 0
-    recipe = broadcast(world, partial(apply_changes, recipe, changes, step, note, world.data_size))
-    start = session.start_time - (started.saved.state.seconds if started.saved else 0.0)
-    record = started.record if started.saved else data_record(started.record, data, init, inputs.teachers)
-    log = str(changes.get("log", started.config.log))
+    state = started.saved.state if started.saved else TrainState()
+
+    def change() -> Recipe:
+        changed = apply_changes(recipe, changes, state, session.note, world.data_size)
+        check_model(changed, facts)
+        return changed
+
+    recipe = world.raise_on_all(change)
+    log = str(changes.get("log", config.log))
     context = RunContext(
-        session,
-        started.run,
-        record,
-        data,
-        compute,
-        init,
-        inputs.teachers,
-        recipe,
-        changes,
-        log,
-        start,
-        started.checkpoint,
-        started.saved,
-    )
-    return Trainer(context, budget)
+        session, started.run, started.record, inputs.data, inputs.compute, inputs.init, inputs.teachers, recipe,
+        changes, log, session.start_time - state.seconds, started.checkpoint, started.saved,
+    )  # fmt: skip
+    return Trainer(context)

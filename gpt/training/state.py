@@ -17,7 +17,6 @@ from gpt.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
 from gpt.text.batches import MAX_BATCH_SIZES
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import MOMENT, WEIGHT, Strategy
-from gpt.training.time_budget import TimeBudget
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
@@ -76,14 +75,13 @@ class Scaling:
 
 @dataclass(frozen=True)
 class SavedState:
-    """The content of ``training.json``. Only a timed run has a ``budget``."""
+    """The content of ``training.json``."""
 
     format: int
     state: TrainState
     recipe: Recipe
     machine: Machine
     scaling: Scaling | None
-    budget: TimeBudget | None = None
 
 
 @dataclass
@@ -119,7 +117,7 @@ class Snapshot:
             scaler.load_state_dict(self.scaling)
         return copy.copy(self.state)
 
-    def to_training_json(self, recipe: Recipe, machine: Machine, budget: TimeBudget | None) -> bytes:
+    def to_training_json(self, recipe: Recipe, machine: Machine) -> bytes:
         """Returns this snapshot's ``training.json``."""
         return to_json(
             {
@@ -128,7 +126,6 @@ class Snapshot:
                 "recipe": asdict(recipe),
                 "machine": asdict(machine),
                 "scaling": self.scaling or None,
-                "budget": None if budget is None else asdict(budget),
             }
         )
 

@@ -76,7 +76,7 @@ class Stepper:
             keep_freed_memory()
         self.max_tokens_run = 0  # the largest micro-batch, in tokens, that every rank has run
         self.compiled = False
-        self.compiles_whole_step = recipe.compiles_whole_step(self.compute, self.world.size)
+        self.compiles_whole_step = recipe.compiles_whole_step(self.compute.device.type, self.world.size)
         self.program: GradientProgram | None = None  # program for full micro-batches on a CPU
         self.uses_cuda_graph = recipe.uses_cuda_graph(self.compute, self.world.size)
         self.shape, self.shape_count = torch.Size(), 0  # shape of the last batch, and how many batches in a row had it

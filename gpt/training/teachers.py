@@ -25,12 +25,9 @@ from gpt.text.tokenizer import Tokenizer
 from gpt.training.context import Session
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.recipe import Recipe
+from gpt.training.recipe import Recipe, can_read
 
 TEACHERS = "teachers"  # subfolder of the run folder, for the weights of its own teachers
-# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
-# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
-MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 READ_TOKENS = 8192  # positions of a text that teachers read at once
 COPY_BYTES = 2**24  # bytes copied at once
 
@@ -94,6 +91,11 @@ class Teachers:
         with contextlib.suppress(OSError):  # Windows cannot remove a mapped file.
             path.unlink(missing_ok=True)
 
+    def pretend_to_read(self, batches: BatchSource, recipe: Recipe) -> None:
+        """Uses dummy probabilities, which take as long, if the teachers `can_read` the text."""
+        if self.found and isinstance(batches, Batches) and can_read(len(batches.ids), recipe):
+            self.codes = np.broadcast_to(np.uint8(1), (len(batches.ids), recipe.model.vocab_size))
+
     def _read(self, batches: Batches, vocab_size: int, session: Session) -> Uint8s:
         """Returns the codes of a text. Windows of T ids overlap by half, so that each prediction has at least T / 2 ids
         of context."""
@@ -129,12 +131,6 @@ class Teachers:
         with self.compute.autocast():
             pairs = [(model.trunk(x).contiguous(), model.unembedding.detach()) for model in self.models]
         return [tensor for pair in pairs for tensor in pair]
-
-
-def can_read(tokens: int, recipe: Recipe) -> bool:
-    """Whether teachers read a text of so many tokens before the run."""
-    V = recipe.model.vocab_size
-    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
 
 def find_teacher(name: str) -> InitCheckpoint:

@@ -30,6 +30,8 @@ class Costs:
     all_windows: int
     pairs: int  # default pairs to check per split
     yardsticks: float = 0.0  # measuring the yardsticks of the held-out text
+    compiled: bool = False  # whether the steps were compiled
+    elapsed: float = 0.0  # since the start of the run
 
 
 @dataclass(frozen=True)

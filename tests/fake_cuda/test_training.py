@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, losses, make_text, slow, weights
+from conftest import Gpt, facts, losses, make_text, slow, weights
 
 import gpt
 from gpt import events
@@ -23,7 +23,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training import step as stepping
 from gpt.training.optim import make_optimizer
-from gpt.training.recipe import resolve
+from gpt.training.recipe import plan
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
 
@@ -177,7 +177,7 @@ def make_stepper(device: torch.device) -> Stepper:
         compile="off", dropout=0.0,
     )  # fmt: skip
     compute = Compute(device, torch.float32)
-    recipe = resolve(config, compute, 10**6, 10**5, 101, False, lambda note: None)
+    recipe = plan(config, facts(vocab_size=101, device=device.type))
     torch.manual_seed(0)
     model = GPT(recipe.model).to(device)
     optimizer = make_optimizer(model, recipe.optimizer, 0.1, torch.float32)

@@ -18,7 +18,7 @@ from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, count_step_memory
 from gpt.peaks import peak_flops
 from gpt.training.optim import make_optimizer
-from gpt.training.recipe import resolve
+from gpt.training.recipe import Facts, plan
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
 
@@ -77,7 +77,7 @@ class StepRunner:
         config = gpt.TrainConfig(
             **{"preset": "nano", "dropout": 0.0, "compile": "off", "batch_tokens": 1024, "steps": 9} | settings
         )
-        recipe = resolve(config, compute, 10**9, 10**8, 1024, False, lambda note: None)
+        recipe = plan(config, Facts.on(compute, bytes=10**9, tokens=10**8, vocab_size=1024, held_out=False))
         torch.manual_seed(0)
         model = GPT(recipe.model).to(compute.device)
         self.optimizer = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
@@ -211,7 +211,8 @@ def test_memory_estimate_matches_the_allocator(arch: Any, dropout: float, dtype:
         preset="gpt2", n_layer=3, arch=arch, dropout=dropout, batch_tokens=batch, micro_batch="4", steps=1,
         compile="off",
     )  # fmt: skip
-    recipe = replace(resolve(config, compute, 10**9, 10**8, 50_257, False, lambda note: None), loss_chunk=0)
+    facts = Facts.on(compute, bytes=10**9, tokens=10**8, vocab_size=50_257, held_out=False)
+    recipe = replace(plan(config, facts), loss_chunk=0)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = GPT(recipe.model).to(compute.device)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import ROOT, make_text, more, slow
+from conftest import ROOT, facts, make_text, more, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +26,7 @@ from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, count_step_memory
 from gpt.training.optim import make_optimizer
-from gpt.training.recipe import resolve
+from gpt.training.recipe import plan
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
 
@@ -140,9 +140,7 @@ def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
     """Returns the second step's peak bytes by phase. Fake tensors allow GPU sizes."""
     compute = Compute(torch.device("cpu"), DTYPES[setup.dtype])
     train_config = TrainConfig(batch_tokens=rows * config.block_size, micro_batch=str(setup.micro_batch), steps=1)
-    recipe = resolve(
-        replace(train_config, block_size=config.block_size), compute, 10**6, 10**6, 300, False, lambda note: None
-    )
+    recipe = plan(replace(train_config, block_size=config.block_size), facts(tokens=10**6, dtype=setup.dtype))
     recipe = replace(recipe, model=config, loss_chunk=setup.loss_chunk)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), live:

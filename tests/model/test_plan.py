@@ -7,19 +7,17 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-from conftest import Gpt, one_line_of_what_and_what_next
+from conftest import Gpt, facts, one_line_of_what_and_what_next
 from models import rank_parameters
 
 from benchmarks import plan as plan_page
 from gpt.config import PRESETS, TrainConfig
-from gpt.device import Compute
 from gpt.model.memory import Setup, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import USABLE, fits, plans, setups, step_rows, with_largest_micro_batch
 from gpt.peaks import KINDS
 from gpt.plan_config import PlanConfig
-from gpt.training.recipe import resolve
+from gpt.training import recipe
 
 # Training FLOPs for 300 billion tokens (Brown et al. 2020, table D.1)
 TABLE_D1 = {
@@ -91,20 +89,16 @@ def test_first_setup_that_fits_is_chosen(preset: str, kind: str) -> None:
 @pytest.mark.parametrize("preset", ["gpt3-350m", "gpt3-2.7b", "gpt3-6.7b"])
 @pytest.mark.parametrize("kind", ["h100-80gb", "t4-16gb", "cpu"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_plan_has_the_micro_batch_of_gpt_train(
-    monkeypatch: pytest.MonkeyPatch, preset: str, kind: str, dtype: Any
-) -> None:
+def test_plan_has_the_micro_batch_of_gpt_train(preset: str, kind: str, dtype: Any) -> None:
     """``gpt train`` chooses these values for ``--micro-batch auto``."""
     shape, memory = PRESETS[preset].model, KINDS["t4-16gb" if kind == "cpu" else kind].memory
-    monkeypatch.setattr(Compute, "memory", lambda compute: memory // compute.shared_by)
-    monkeypatch.setattr("gpt.peaks.host_memory", lambda: memory)
-    compute = Compute(torch.device("cpu" if kind == "cpu" else "cuda"), getattr(torch, dtype))
     settings: dict[str, Any] = {"preset": preset, "dropout": 0.0, "steps": 1}
-    config = TrainConfig(**settings)
-    recipe = resolve(config, compute, 10**9, 10**9, shape.vocab_size, False, lambda note: None)
+    device = "cpu" if kind == "cpu" else "cuda"
+    known = facts(tokens=10**9, vocab_size=shape.vocab_size, device=device, dtype=dtype, memory=memory)
+    planned = recipe.plan(TrainConfig(**settings), known)
     plan_config = PlanConfig(kind=kind, devices=1, recompute="off", dtype=dtype)
     [plan] = plans(shape, plan_config, PRESETS[preset].batch_tokens)
-    assert (recipe.micro_batch, recipe.loss_chunk) == (plan.setup.micro_batch, plan.setup.loss_chunk)
+    assert (planned.micro_batch, planned.loss_chunk) == (plan.setup.micro_batch, plan.setup.loss_chunk)
 
 
 def test_micro_batch_is_the_largest_that_fits_without_chunks() -> None:

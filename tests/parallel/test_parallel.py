@@ -13,20 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt, assert_same, curve, one_line_of_what_and_what_next
+from conftest import Gpt, assert_same, curve, facts, one_line_of_what_and_what_next
 from ranks import OPTIONS, RUNS, SIX_STEPS, copy_killed_run
 from several import RANKS, assert_resumes_after_kill, assert_trained_alike, losses, train_all, write_texts
 
 import gpt as library
 from gpt.config import TrainConfig
-from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.parallel import environment
 from gpt.parallel import launch as launching
 from gpt.parallel.launch import LaunchResult, _find_first_failure, launch
 from gpt.parallel.world import Ranks
 from gpt.text.batches import Ramp
-from gpt.training.recipe import Recipe, resolve
+from gpt.training.recipe import Recipe, plan
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes where Linux has them")
 
@@ -194,8 +193,7 @@ def test_invalid_nproc_is_refused(gpt: Gpt, nproc: str, message: str) -> None:
 
 def make_recipe(processes: int, **settings: Any) -> Recipe:
     config = TrainConfig(**{**SIX_STEPS, "block_size": 32, "batch_tokens": 256, "steps": 3, **settings})
-    compute = Compute(torch.device("cpu"), torch.float32)
-    return resolve(config, compute, 10**5, 10**5, 400, True, lambda note: None, None, 0, processes)
+    return plan(config, facts(tokens=10**5, vocab_size=400, processes=processes))
 
 
 def test_too_little_memory_for_the_processes_is_refused(

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, slow
+from conftest import ROOT, facts, slow
 from models import engine_of
 from torch._dynamo.utils import counters
 
@@ -24,7 +24,7 @@ from gpt.device import Compute
 from gpt.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
 from gpt.training.optim import make_optimizer
-from gpt.training.recipe import resolve
+from gpt.training.recipe import plan
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
@@ -39,7 +39,7 @@ def make_stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> 
         preset="nano", n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=64, micro_batch="2", steps=3,
         compile="off", dropout=0.0, optimizer=optimizer, **settings,
     )  # fmt: skip
-    recipe = resolve(config, compute, 10**6, 10**5, 101, False, lambda note: None)
+    recipe = plan(config, facts(vocab_size=101, device=compute.device.type, dtype=compute.dtype_name))
     model = GPT(recipe.model).to(compute.device)
     optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
     return Stepper(Single(model, optimizers, compute), recipe, lambda micro_batch: None)

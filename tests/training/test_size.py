@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, resolved
+from conftest import TINY, facts, resolved
 
 from gpt.config import Arch, TrainConfig
 from gpt.device import Compute
 from gpt.parallel.world import World
-from gpt.training import budget
-from gpt.training.budget import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes
-from gpt.training.teachers import Teachers
+from gpt.training import measuring, size, teachers
+from gpt.training.size import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -33,11 +32,7 @@ def fake_throughput(flops: float, measured_names: list[str]) -> Callable[[str], 
 def count_teachers(tokens: int, passes: float, preset: str = "tiny", rows: int = 0, **settings: Any) -> int:
     """Returns the default number of teachers of a run with so many passes over a text."""
     config = TrainConfig(preset=preset, epochs=passes, **settings)
-    data: Any = SimpleNamespace(
-        tokens=tokens, bytes=3 * tokens, held_out_tokens=9, rows=rows, tokenizer=SimpleNamespace(vocab_size=1024)
-    )
-    session: Any = SimpleNamespace(world=World())
-    return budget.Planner(config, CPU, data, None, session, Teachers([], CPU)).count_teachers()
+    return teachers.count_teachers(config, facts(bytes=3 * tokens, tokens=tokens, rows=rows))
 
 
 def test_teachers_are_chosen_for_texts_that_a_run_reads_too_often() -> None:
@@ -101,7 +96,7 @@ def test_size_grows_with_time(arch: Arch) -> None:
 def test_size_is_limited_by_tokens_per_parameter(
     arch: Arch | None, name: str, tokens_per_parameter: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budget, "measure_throughput", lambda name, config, compute: 10_000.0)
+    monkeypatch.setattr(size, "measure_throughput", lambda name, config, compute: 10_000.0)
     minutes = tokens_per_parameter * parameters(name) / 10_000 / 60
     config = TrainConfig(minutes=minutes, arch=arch)
     assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
@@ -147,9 +142,9 @@ def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatc
         sizes.append(len(windows))
         return 0.0
 
-    monkeypatch.setattr(budget, "mean_loss", mean_loss)
+    monkeypatch.setattr(measuring, "mean_loss", mean_loss)
     single: Any = SimpleNamespace(world=World(), model=None, compute=None)
     windows: Any = range(100)
-    assert budget.measure_window_seconds(single, windows, 0.3) < 0.01
+    assert measuring.measure_window_seconds(single, windows, 0.3) < 0.01
     assert sizes == [1, 1, 4, 16, 64]
-    assert budget.measure_window_seconds(single, windows[:0], 2.0) < 1e-6
+    assert measuring.measure_window_seconds(single, windows[:0], 2.0) < 1e-6

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import losses, resolved, slow, train, weights
+from conftest import facts, losses, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
@@ -285,22 +285,19 @@ def test_huge_step_counts_resolve_immediately(text: Path) -> None:
         TrainConfig(minutes=1e300)
 
 
-def test_too_little_memory_is_refused_before_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = 8 * 2**30
-    monkeypatch.setattr(recipe, "host_memory", lambda: memory)
-    monkeypatch.setattr(Compute, "memory", lambda self: memory)
+def test_too_little_memory_is_refused_before_allocation() -> None:
+    known = facts(memory=2**33, host_memory=2**33)
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8}
     with pytest.raises(UserError, match=r"the ids of a step of 1,073,741,824 tokens take 51.5 GB, .* has 8.6 GB"):
-        resolved(batch_tokens=2**30, **small)
-    resolved(batch_tokens=2**26, **small)
+        recipe.plan(TrainConfig(batch_tokens=2**30, **small), known)
+    recipe.plan(TrainConfig(batch_tokens=2**26, **small), known)
     with pytest.raises(UserError, match=r"parameters take [\d,.]+ GB in training .* only 8.6 GB"):
-        recipe.check_model(resolved(n_layer=2**14), Compute(torch.device("cpu"), torch.float32), 1)
-    recipe.check_model(resolved(), Compute(torch.device("cpu"), torch.float32), 1)
-    host, memory = 2**22, 2**50
-    monkeypatch.setattr(recipe, "host_memory", lambda: host)
+        recipe.check_model(resolved(n_layer=2**14), known)
+    recipe.check_model(resolved(), known)
+    gpu = facts(device="cuda", memory=2**50, host_memory=2**22)
     with pytest.raises(UserError, match=r"host memory: [\d.,]+ GB, but only 0.0 GB"):
-        recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
-    host = memory
-    recipe.check_model(resolved(), Compute(torch.device("cuda"), torch.float32), 1)
+        recipe.check_model(resolved(), gpu)
+    recipe.check_model(resolved(), facts(device="cuda", memory=2**50))
     with pytest.raises(UserError, match=r"too many sizes"):
-        resolved(batch_tokens=2**25, batch_ramp=10**12, micro_batch="1", **{**small, "block_size": 1})
+        ramp = {**small, "block_size": 1, "batch_tokens": 2**25, "batch_ramp": 10**12}
+        recipe.plan(TrainConfig(**ramp, micro_batch="1"), facts(host_memory=2**50))

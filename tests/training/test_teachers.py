@@ -20,6 +20,7 @@ from conftest import (
     Gpt,
     assert_same,
     curve,
+    facts,
     losses,
     one_line_of_what_and_what_next,
     resolved,
@@ -34,7 +35,6 @@ from safetensors.torch import load_file
 import gpt as library
 from gpt import events, programs
 from gpt.config import Arch, GPTConfig, TrainConfig
-from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
 from gpt.interrupt import StopSignal
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
@@ -201,8 +201,7 @@ def test_codes_keep_probabilities_to_the_third_digit() -> None:
 
 
 def resolved_with(teachers: Teachers, **settings: Any) -> recipe.Recipe:
-    config = TrainConfig(**settings)
-    return recipe.resolve(config, CPU, 400_000, 140_000, 257, True, lambda note: None, teachers=teachers.shapes)
+    return recipe.plan(TrainConfig(**settings), facts(vocab_size=257, teachers=tuple(teachers.shapes)))
 
 
 def test_weight_0_equals_training_without_teachers(text: Path, run_folder: Path) -> None:
@@ -290,9 +289,9 @@ def test_memory_of_teachers_is_planned() -> None:
     parameters = sum(p.numel() for p in library.GPT(teacher).parameters())
     assert taught.teachers == 2 * 2 * parameters
     assert taught.peak >= alone.peak + taught.teachers
-    huge, compute = GPTConfig(50_257, 1024, 2**14, 64, 2**13), Compute(torch.device("cpu"), torch.float32)
+    huge = GPTConfig(50_257, 1024, 2**14, 64, 2**13)
     with pytest.raises(UserError, match=r"\(weights, gradients, optimizer state, teachers\), but only"):
-        recipe.check_model(resolved(), compute, 1, teachers=[huge])
+        recipe.check_model(resolved(), facts(teachers=(huge,)))
 
 
 OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout": 0.1, "teachers": 2, "arch": "modern"}

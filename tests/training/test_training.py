@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, TINY, Gpt, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
+from conftest import FAST, TINY, Gpt, facts, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
 
 import gpt
 from gpt import events, programs
@@ -298,7 +298,7 @@ def test_minutes_decide_if_a_timed_run_compiles(
     monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
     monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
     monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
-    assert resolved(n_tokens=10**6, **TINY, steps=100, dtype="float32").compile
+    assert recipe.plan(TrainConfig(**TINY, steps=100), facts(tokens=10**6, has_compiler=True)).compile
     shares += [1.0]
     timed, _ = train(text, minutes=1.0, dtype="float32", teachers=0)
     assert not json.loads((timed.run / "run.json").read_text())["resolved"]["compile"]
@@ -352,7 +352,7 @@ def test_short_examples_are_all_evaluated(
 ) -> None:
     """Rows are much shorter than the context, and only some of their tokens are targets."""
     shares += [1.0]
-    monkeypatch.setattr("gpt.training.budget.PROBE_SECONDS", 0.1)
+    monkeypatch.setattr("gpt.training.measuring.PROBE_SECONDS", 0.1)
     pairs = [{"prompt": f"{number} is", "completion": f" n{number}"} for number in range(400)]
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     words = ["--pairs", "--block-size", "512", "--vocab-size", "270", "--batch-tokens", "512", "--json"]
@@ -609,8 +609,8 @@ def test_exploding_loss_rolls_back_with_a_lower_learning_rate(text: Path, monkey
     ],
 )
 def test_settings_without_effect_are_reported(settings: dict[str, Any], expected: list[str]) -> None:
-    notes: list[str] = []
-    recipe.resolve(TrainConfig(preset="nano", **settings), CPU, 400_000, 140_000, 1024, True, notes.append)
+    config = TrainConfig(preset="nano", **settings)
+    notes = recipe.notes(config, facts(), recipe.plan(config, facts()))
     assert len(notes) == len(expected)
     assert all(note.startswith(line) for note, line in zip(notes, expected, strict=True))
 
@@ -652,13 +652,13 @@ def test_dropout_and_weight_decay_follow_from_epochs(settings: dict[str, Any], e
     ],
 )  # fmt: skip
 def test_cpu_compilation_depends_on_length_size_and_dtype(
-    settings: dict[str, Any], in_bfloat16: bool, in_float32: bool, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any], in_bfloat16: bool, in_float32: bool
 ) -> None:
     """A model of four blocks is compiled if its run takes at least 56 seconds in bfloat16, or 140 in float32."""
     for has_compiler in (True, False):
-        monkeypatch.setattr(recipe, "compiles_by_default", lambda has_compiler=has_compiler: has_compiler)
         for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
-            actual = resolved(n_tokens=10**6, dtype=dtype, **{"preset": "nano", **settings}).compile
+            known = facts(tokens=10**6, dtype=dtype, has_compiler=has_compiler)
+            actual = recipe.plan(TrainConfig(**{"preset": "nano", **settings}), known).compile
             assert actual == (compiles and (has_compiler or settings.get("compile") == "on"))
 
 
@@ -673,13 +673,9 @@ def test_cpu_compilation_depends_on_length_size_and_dtype(
         ({"preset": "nano", "minutes": 60.0}, False),
     ],
 )
-def test_gpu_compiles_long_runs_of_large_models(
-    settings: dict[str, Any], compiles: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Compute, "memory", lambda self: 80 * 2**30)
-    gpu = Compute(torch.device("cuda"), torch.bfloat16)
-    config = TrainConfig(**{"preset": "gpt2", **settings})
-    assert recipe.resolve(config, gpu, 10**9, 250_000_000, 50_257, True, lambda text: None).compile == compiles
+def test_gpu_compiles_long_runs_of_large_models(settings: dict[str, Any], compiles: bool) -> None:
+    gpu = facts(tokens=250_000_000, vocab_size=50_257, device="cuda", dtype="bfloat16", memory=80 * 2**30)
+    assert recipe.plan(TrainConfig(**{"preset": "gpt2", **settings}), gpu).compile == compiles
 
 
 @pytest.mark.parametrize(

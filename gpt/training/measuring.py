@@ -1,0 +1,109 @@
+"""Measures the costs of a run with ``--minutes``."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gpt.evaluate import Window
+from gpt.interrupt import StopSignal
+from gpt.model.loss import IGNORED
+from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
+from gpt.training.context import Inputs, Session
+from gpt.training.data import BatchSource
+from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
+from gpt.training.recipe import Facts, Recipe
+from gpt.training.size import TIMING_STEPS
+from gpt.training.state import seed_all
+from gpt.training.step import Stepper
+from gpt.training.strategy import Strategy, make_strategy
+from gpt.training.teachers import TaughtBatches, Teachers
+from gpt.training.time_budget import Costs
+
+PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
+PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
+SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
+XZ_BYTES_PER_SECOND = 1e6  # assumed speed of compressing the text, which takes two threads
+
+
+@dataclass(frozen=True)
+class Meter:
+    """Measures the costs of a run of ``minutes`` on all ranks."""
+
+    minutes: float
+    inputs: Inputs
+    session: Session
+
+    def measure(self, draft: Recipe, facts: Facts) -> Facts:
+        """Returns ``facts`` with the costs that the ``draft`` is waiting for: of uncompiled steps, or after that of
+        compiled ones. If the run compiles, the speed of uncompiled steps is only for an estimate, so few are timed."""
+        session, compiled = self.session, facts.costs is not None
+        session.note("measuring training speed on this machine")
+        share = 0.0 if draft.compile and not compiled else PROBE_SHARE
+        costs = self._measure(replace(draft, compile=compiled), share)
+        session.note(f"{1 / costs.token:,.0f} tokens/s")
+        costs = replace(costs, compiled=compiled, elapsed=time.perf_counter() - session.start_time)
+        return replace(facts, compiled_costs=costs) if compiled else replace(facts, costs=costs)
+
+    def _measure(self, recipe: Recipe, share: float) -> Costs:
+        """Times training steps for a ``share`` of the minutes, and then evaluations and a sample."""
+        world, data = self.session.world, self.inputs.data
+        seed_all(recipe.seed)
+        strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
+        batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute)
+        teachers.pretend_to_read(batches, recipe)
+        stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=teachers)
+        if recipe.compile:
+            stepper.compile(self.session.note)  # The run itself reports compilation errors.
+        total = 60 * self.minutes
+        max_seconds = PROBE_SHARE * total
+        seconds = time_steps(stepper, teachers.teach(batches), share * total, max_seconds)
+        step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
+        held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
+        targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
+        return Costs(
+            token=sum(step_seconds) / len(step_seconds) / recipe.batch_tokens,
+            window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds)),
+            sample=stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data)),
+            # Weights and two moments in float32.
+            save=3 * 4 * sum(map(math.prod, strategy.shapes.values())) / SAVE_BYTES_PER_SECOND,
+            default_windows=len(held_out),
+            all_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
+            pairs=MAX_CHECKED_PAIRS if data.pairs else 0,
+            yardsticks=min(data.bytes, MAX_TRAIN_BYTES + MAX_TEXT_BYTES) / XZ_BYTES_PER_SECOND,
+        )
+
+
+def time_steps(
+    stepper: Stepper, batches: BatchSource | TaughtBatches, target: float, max_seconds: float
+) -> list[float]:
+    """Times training steps for ``target`` seconds. If too few steps fit (see `PROBE_STEPS`), continues for up to
+    ``max_seconds``."""
+    world, seconds, lesson = stepper.world, list[float](), list[Any]()
+    target = min(target, PROBE_SECONDS)
+
+    def needs_more() -> bool:
+        elapsed = sum(seconds)
+        return elapsed < target or (len(seconds) < PROBE_STEPS[1] and elapsed < max_seconds)
+
+    while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
+        start = time.perf_counter()
+        x, y, *lesson = batches.global_batch(len(seconds), world.data_rank, world.data_size)
+        stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def measure_window_seconds(strategy: Strategy, windows: Sequence[Window], max_seconds: float) -> float:
+    """Measures evaluation seconds per window on batches of 1, 1, 4, 16, … windows. Stops before a batch that would take
+    more than ``max_seconds``. A GPU loads its kernels in the first batch."""
+    batch, next_batch, seconds = 1, 1, 1e-9
+    while windows:
+        start = time.perf_counter()
+        mean_loss(strategy, strategy.model, windows[:batch], strategy.compute, StopSignal())
+        seconds = max((time.perf_counter() - start) / batch, 1e-9)
+        if strategy.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
+            break
+        batch, next_batch = next_batch, 4 * next_batch
+    return seconds
