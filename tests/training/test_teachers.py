@@ -43,7 +43,6 @@ from gpt.parallel.world import World
 from gpt.runs import folder, report
 from gpt.text.batches import Batches
 from gpt.training import loop, recipe
-from gpt.training import teachers as teachers_module
 from gpt.training.context import Session
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
@@ -226,7 +225,7 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn(
     family: str, settings: dict[str, Any], text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The teacher does not read the text beforehand, so it has the pupil's context."""
-    monkeypatch.setattr(teachers_module, "MAX_LESSON_BYTES", 0)
+    monkeypatch.setattr(recipe, "MAX_LESSON_BYTES", 0)
     base = save(Path("base"), loud(SHAPES[family], 1))
     lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(40)]
     Path("pairs.jsonl").write_text("\n".join(lines))
