@@ -163,11 +163,12 @@ class Report:
             return {}
         resolved = {"model": {}, **(record.resolved or {})}
         shape, resolved["batch_ramp"] = resolved.pop("model"), resolved.pop("ramp", None)
-        resolved.pop("budget", None)
+        own_teachers, _ = resolved.pop("own_teachers", None), resolved.pop("budget", None)
         flat = {**(shape if isinstance(shape, dict) else {}), **resolved}
         return {
             "text": ", ".join(record.texts or []) or None,
             "init": record.init and record.init.model,
+            "teachers": own_teachers.get("count") if isinstance(own_teachers, dict) else None,
             "tokenizer": record.tokenizer and record.tokenizer.name,
             "train_tokens": record.tokens and record.tokens.train,
             "held_out_tokens": record.tokens and record.tokens.held_out,

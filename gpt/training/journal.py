@@ -74,7 +74,7 @@ class Journal:
     def describe(self, adapters: int) -> None:
         """Notes the model, the length of the run, the device and the sharding."""
         run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
-        step, epochs = self.state.step, recipe.total_tokens / run.data.tokens
+        step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
         steps = "about " * recipe.is_timed + counted(recipe.steps, "step")
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
         sharding = [f"{recipe.tensor} processes share each sequence"] if recipe.tensor > 1 else []

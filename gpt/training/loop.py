@@ -282,7 +282,7 @@ class Trainer:
         state.best_loss = loss if is_best else state.best_loss
         state.measured_step, state.measured_loss = state.step, loss
         self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best)
-        if state.cycle_step == 0 and self.run.init:
+        if state.step == 0 and self.run.init:
             self.session.note(f"held-out loss of {self.run.init.name} before the first step: {loss:.4f} nats per token")
 
     def roll_back(self, diverged: Diverged) -> None:

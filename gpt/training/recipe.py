@@ -110,12 +110,9 @@ class OwnTeachers:
 
     count: Positive
     steps: Positive  # of each
-    warmup: Count
-    decay: Count
     weight_decay: Amount
     dropout: Annotated[float, Within(0, 0.99)]
     eval_every: Positive
-    save_every: Positive
 
 
 @dataclass(frozen=True)
@@ -171,16 +168,12 @@ class Recipe:
             return self
         if number >= own.count:
             return replace(self, steps=max(1, self.steps - own.count * own.steps), own_teachers=None)
-        settings = {name: getattr(own, name) for name in ("steps", "warmup", "decay", "weight_decay", "eval_every")}
-        model, seed = replace(self.model, dropout=own.dropout), self.seed + number + 1
-        alone: dict[str, Any] = {"ramp": None, "teacher_weight": 0.0, "own_teachers": None}
-        return replace(self, **settings, **alone, model=model, seed=seed, save_every=own.save_every, sample_every=0)
-
-    @property
-    def total_tokens(self) -> int:
-        """The tokens in all steps of all cycles."""
-        last = self.cycle(self.n_teachers)
-        return (self.steps - last.steps) * self.batch_tokens + last.tokens(last.steps)
+        return replace(
+            self, seed=self.seed + number + 1, steps=own.steps, warmup=default_warmup(own.steps),
+            decay=round(DECAY_SHARE * own.steps), weight_decay=own.weight_decay, eval_every=own.eval_every,
+            save_every=min(self.save_every, own.eval_every), sample_every=0, ramp=None, teacher_weight=0.0,
+            model=replace(self.model, dropout=own.dropout), own_teachers=None,
+        )  # fmt: skip
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -388,22 +381,15 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
 
 
 def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "_Batch", steps: int) -> OwnTeachers:
-    """Plans a run's own teachers, which share half of its ``steps``. Warmup and decay are the defaults."""
+    """Plans a run's own teachers, which share half of its ``steps``."""
     count = config.teachers or 1
     steps = max(1, steps // 2 // count)
     passes = 0.0 if facts.base is not None else steps * batch.tokens / facts.tokens
     dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
+    weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
+    dropout = dropout if config.dropout is None else model.dropout
     eval_every = config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS)
-    return OwnTeachers(
-        count,
-        steps,
-        warmup=min(2000, round(steps / 20)),
-        decay=round(DECAY_SHARE * steps),
-        weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
-        dropout=dropout if config.dropout is None else model.dropout,
-        eval_every=eval_every,
-        save_every=config.save_every or eval_every,
-    )
+    return OwnTeachers(count, steps, weight_decay, dropout, eval_every)
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
@@ -644,7 +630,12 @@ def check_even_split(rows: int, processes: int, row_tokens: int | None = None) -
 def _warmup_steps(config: TrainConfig, steps: int, batch: _Batch) -> int:
     if config.warmup_tokens is not None:
         return batch.steps(config.warmup_tokens) if config.warmup_tokens else 0
-    return min(2000, round(steps / 20)) if config.warmup is None else config.warmup
+    return default_warmup(steps) if config.warmup is None else config.warmup
+
+
+def default_warmup(steps: int) -> int:
+    """The default warmup of a run with so many steps."""
+    return min(2000, round(steps / 20))
 
 
 def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epochs: float) -> int:

@@ -309,32 +309,11 @@ def interrupt_after(steps: int, work: Any) -> None:
         work(listen=on_event)
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-def test_own_teachers_and_resume_in_each_cycle(text: Path) -> None:
-    """Two teachers take 3 of 12 steps each, and the model takes 6."""
-    whole, run_events = train(text, out="whole", **OWN)
-    plans = [(event.phase, event.steps) for event in run_events if isinstance(event, events.Plan)]
-    assert plans == [("teacher 1 of 2", 12), ("teacher 2 of 2", 12), ("pupil", 12)]
-    assert whole.steps == 12
-    assert [entry.step for entry in folder.checkpoints(whole.run)] == [10, 12]
-    assert [step.step for step in report.read_history(whole.run).steps] == [*range(7, 13)]
-    assert not list(Path("whole/teachers").rglob("training.*"))
-    first, second = (teacher_weights(Path("whole"), number) for number in (1, 2))
-    assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
-    interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
-    assert library.load("parts").path == Path("parts/step-000002")
-    for steps in (1, 3, 2):
-        interrupt_after(steps, partial(library.resume, "parts"))
-    result = library.resume("parts")
-    assert_same_runs(Path("parts"), Path("whole"))
-    assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
-
-
 class Killed(BaseException):
     """Ends a run at once."""
 
 
-def fail_at(call: int, target: Any) -> Any:
+def kill_at(call: int, target: Any) -> Any:
     """Returns a function that raises `Killed` instead of this call of ``target``."""
     calls = count(1)
 
@@ -346,42 +325,48 @@ def fail_at(call: int, target: Any) -> Any:
     return function
 
 
-def test_kill_between_cycles_loses_nothing(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after a teacher is kept, and while the teachers read the text."""
-    train(text, out="whole", **OWN)
-    for place, name, call in ((loop, "keep_teacher", 1), (loop, "make_strategy", 3), (Teachers, "_read", 1)):
-        run = Path(f"{name}-{call}")
-        with monkeypatch.context() as patch:
-            patch.setattr(place, name, fail_at(call, getattr(place, name)))
-            with pytest.raises(Killed):
-                train(text, out=str(run), **OWN)
-        library.resume(str(run))
-        assert_same_runs(run, Path("whole"))
-
-
-def teacher_weights(run: Path, number: int) -> dict[str, torch.Tensor]:
-    return load_file(run / "teachers" / str(number) / "model.safetensors")
-
-
-def assert_same_runs(first: Path, second: Path) -> None:
-    assert_same(first, second)
-    assert curve(first) == curve(second)
-    for number in (1, 2):
-        expected = teacher_weights(second, number)
-        assert all(torch.equal(tensor, expected[name]) for name, tensor in teacher_weights(first, number).items())
-
-
-def test_memory_of_a_teacher_is_free_before_the_next_model_is_made(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
+def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two teachers take 3 of 12 steps each, and the model takes 6. The memory of each is free before the next."""
     parameters: list[weakref.ref[Any]] = []
 
     def make(*args: Any) -> Any:
-        assert not any(parameter() is not None for parameter in parameters)
+        assert all(parameter() is None for parameter in parameters)
         strategy = make_strategy(*args)
         parameters.extend(map(weakref.ref, strategy.model.parameters()))
         return strategy
 
-    monkeypatch.setattr(loop, "make_strategy", make)
-    train(text, **OWN)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_strategy", make)
+        whole, run_events = train(text, out="whole", **OWN)
+    plans = [(event.phase, event.steps) for event in run_events if isinstance(event, events.Plan)]
+    assert plans == [("teacher 1 of 2", 12), ("teacher 2 of 2", 12), ("pupil", 12)]
+    assert whole.steps == 12
+    assert [entry.step for entry in folder.checkpoints(whole.run)] == [10, 12]
+    assert [step.step for step in report.read_history(whole.run).steps] == [*range(7, 13)]
+    assert not list(Path("whole/teachers").rglob("training.*"))
+    first, second = teacher_weights("whole")
+    assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
+    interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
+    assert library.load("parts").path == Path("parts/step-000002")
+    for steps in (1, 3, 2):
+        interrupt_after(steps, partial(library.resume, "parts"))
+    # Before and after a teacher is kept, and while teachers read the text.
+    for place, name, call in ((loop, "keep_teacher", 1), (loop, "make_strategy", 3), (Teachers, "_read", 1)):
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            patch.setattr(place, name, kill_at(call, getattr(place, name)))
+            train_quietly(text, lambda event: None, out=name, **OWN)
+    for run in ("parts", "keep_teacher", "make_strategy", "_read"):
+        result = library.resume(run)
+        assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
+        assert_same(Path(run), Path("whole"))
+        assert curve(Path(run)) == curve(Path("whole"))
+        for actual, expected in zip(teacher_weights(run), (first, second), strict=True):
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
+def teacher_weights(run: str) -> list[dict[str, torch.Tensor]]:
+    return [load_file(f"{run}/teachers/{number}/model.safetensors") for number in (1, 2)]
 
 
 def train_quietly(text: Path, listen: Any, **settings: Any) -> None:
