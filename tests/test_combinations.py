@@ -102,7 +102,7 @@ def losses(run: Path) -> list[float]:
 RAMP = {"batch_ramp": 900, "batch_tokens": 512}
 MEETINGS: dict[str, dict[str, Any]] = {
     "ramp": {**NEW, **RAMP},
-    "ramp, own teachers": {**NEW, **RAMP, "teachers": 1, "steps": 12, "arch": "modern"},
+    "ramp, own teachers": {"init": "qwen2", **RAMP, "teachers": 1, "steps": 12},
     "ramp, LoRA, teacher": {"init": "qwen3", "teacher": "llama", **LORA, **RAMP},
     "pairs, LoRA, teacher": {"init": "mistral", "teacher": "gpt2", **LORA, "pairs": True},
     "pairs, added context": {"init": "qwen2", "pairs": True, "block_size": 24},
