@@ -110,7 +110,9 @@ class Trainer:
             f"teachers: {', '.join(teacher.name for teacher in found)}, with a weight of "
             f"{self.recipe.teacher_weight:g} in the loss. The losses shown are the cross-entropy with the text"
         )
-        teachers.read(self.data.batches(self.recipe), self.recipe, run.path, self.session)
+        budget, elapsed = self.recipe.budget, time.perf_counter() - run.start_time
+        max_seconds = budget.training_seconds(elapsed) / 2 if budget else math.inf
+        teachers.read(self.data.batches(self.recipe), self.recipe, run.path, self.session, max_seconds)
         self.poll()
         if self.signum:
             self.journal.report_early_end("signal")
@@ -127,7 +129,7 @@ class Trainer:
             training_seconds = budget.training_seconds(elapsed, count - cycle)
             state.training_seconds = state.training_seconds or training_seconds
             self.clock = Clock(state.training_seconds, state.share)
-            seconds = self.clock.end - time.perf_counter()
+            seconds = state.training_seconds * (1 - state.share)
         self.earlier_position = self.position  # before the last step
         phase = "" if not count else f"teacher {cycle + 1} of {count}" if cycle < count else "pupil"
         self.session.listen(events.Plan(self.run_recipe.steps, self.recipe.batch_tokens, phase, seconds))

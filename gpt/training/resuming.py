@@ -228,8 +228,8 @@ def restore_compute(
 
 
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
-    """Opens the base model if the run still needs it: at the start of a cycle, or for adapters. Raises `UserError` if the base model
-    is missing or its weights have changed."""
+    """Opens the base model if the run still needs it: to start a cycle, or for adapters. Raises `UserError` if it is
+    missing or its weights have changed."""
     config, recorded, saved = started.config, started.record.init, started.saved
     is_loaded = saved is not None and not saved.recipe.lora_rank and saved.state.cycle == saved.recipe.n_teachers
     if config.init is None or is_loaded:

@@ -1,7 +1,9 @@
 """Teachers: other models whose probabilities a run learns from (Hinton et al. 2015, arXiv 1503.02531)."""
 
 import contextlib
+import math
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -67,9 +69,11 @@ class Teachers:
         models = [checkpoint.load(each.path, self.compute.device, dtype=dtype).model.to(dtype) for each in self.found]
         return [model.eval().requires_grad_(False) for model in models]
 
-    def read(self, batches: BatchSource, recipe: Recipe, run: Path, session: Session) -> None:
+    def read(
+        self, batches: BatchSource, recipe: Recipe, run: Path, session: Session, max_seconds: float = math.inf
+    ) -> None:
         """Computes the mean of the teachers' probabilities after each id of a text, if there are teachers and they
-        `can_read` it. Ends early after a signal.
+        `can_read` it. Gives up after a signal, or if it would take more than ``max_seconds``.
 
         One process of each machine does this. The others map its result, through a file in ``run`` that is removed.
         """
@@ -77,8 +81,11 @@ class Teachers:
             return
         world, shape = session.world, (len(batches.ids), recipe.model.vocab_size)
         if world.local_rank == 0:
-            self.codes = self._read(batches, recipe.model.vocab_size, session)
-            del self.models  # frees their memory
+            self.codes = self._read(batches, recipe.model.vocab_size, session, max_seconds)
+        if world.all_reduce_max(world.local_rank == 0 and self.codes is None):
+            self.codes = None
+            return
+        vars(self).pop("models", None)  # frees their memory
         if world.local_size == 1:
             return
         path = run / f"{TEMPORARY}codes-{world.rank - world.local_rank}"
@@ -96,16 +103,20 @@ class Teachers:
         if self.found and isinstance(batches, Batches) and can_read(len(batches.ids), recipe):
             self.codes = np.broadcast_to(np.uint8(1), (len(batches.ids), recipe.model.vocab_size))
 
-    def _read(self, batches: Batches, vocab_size: int, session: Session) -> Uint8s:
-        """Returns the codes of a text. Windows of T ids overlap by half, so that each prediction has at least T / 2 ids
-        of context."""
-        n, T = len(batches.ids), batches.block_size
+    def _read(self, batches: Batches, vocab_size: int, session: Session, max_seconds: float) -> Uint8s | None:
+        """Returns the codes of a text, or None if it gave up. Windows of T ids overlap by half, so that each prediction
+        has at least T / 2 ids of context."""
+        n, T, begin = len(batches.ids), batches.block_size, time.perf_counter()
         stride = -(-T // 2)
         codes, starts = np.empty((n, vocab_size), np.uint8), np.arange(0, n, stride)
         for windows in np.split(starts, range(0, len(starts), max(1, READ_TOKENS // T))[1:]):
+            done, elapsed = int(windows[0]), time.perf_counter() - begin
             if session.stop.signum is not None:
-                break
-            session.listen(events.Progress("read by the teachers", int(windows[0]), n, "tokens"))
+                return None
+            if elapsed > max_seconds / 8 and elapsed * n > max_seconds * done:
+                session.note("reading the text takes too long: the teachers compute the probabilities of every batch")
+                return None
+            session.listen(events.Progress("read by the teachers", done, n, "tokens"))
             x, _ = batches.windows_at(windows)
             tensors = self(torch.from_numpy(x.copy()).to(self.compute.device))
             states = [stream[:, T - stride :].flatten(0, 1) for stream in tensors[::2]]
