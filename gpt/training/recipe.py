@@ -430,7 +430,7 @@ def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
         lines.append(f"warmup is longer than the run, about {steps:,} steps: the learning rate rises in all of them")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
-    if config.teacher_weight != TrainConfig.teacher_weight and not recipe.teacher_weight:
+    if config.teacher_weight != TrainConfig.teacher_weight and not (facts.teachers or recipe.own_teachers):
         lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")

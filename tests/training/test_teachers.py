@@ -7,9 +7,9 @@ import sys
 import weakref
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -312,22 +312,6 @@ def interrupt_after(steps: int, work: Any) -> None:
         work(listen=on_event)
 
 
-class Killed(BaseException):
-    """Ends a run at once."""
-
-
-def kill_at(call: int, target: Any) -> Any:
-    """Returns a function that raises `Killed` instead of this call of ``target``."""
-    calls = count(1)
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == call:
-            raise Killed
-        return target(*args, **kwargs)
-
-    return function
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
 def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two teachers take 3 of 12 steps each, and the model takes 6. The memory of each is free before the next."""
@@ -354,12 +338,12 @@ def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: 
     assert library.load("parts").path == Path("parts/step-000002")
     for steps in (1, 3, 2):
         interrupt_after(steps, partial(library.resume, "parts"))
-    # Before and after a teacher is kept, and while teachers read the text.
-    for place, name, call in ((loop, "keep_teacher", 1), (loop, "make_strategy", 3), (Teachers, "_read", 1)):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            patch.setattr(place, name, kill_at(call, getattr(place, name)))
-            train_quietly(text, lambda event: None, out=name, **OWN)
-    for run in ("parts", "keep_teacher", "make_strategy", "_read"):
+    kills = {"before keeping": "loop.keep_teacher", "kept": "loop.own_teachers", "reading": "teachers.Teachers._read"}
+    for run, place in kills.items():
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"gpt.training.{place}", Mock(side_effect=KeyboardInterrupt))
+            train_quietly(text, lambda event: None, out=run, **OWN)
+    for run in ("parts", *kills):
         result = library.resume(run)
         assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
         assert_same(Path(run), Path("whole"))
