@@ -17,8 +17,9 @@ demo: $(VENV)/.made
 
 # What a change is tested with: two minutes or three. `make test-all` adds the slow ones: several processes, kills, the
 # wheel, the site, README pages, browsers. CI runs test-all. A single test: .venv/bin/python -m pytest tests/test_x.py -k name
-# Each file in one process, so that what it makes once is made once.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Each file in one process, so that what it makes once is made once. Four processes also on two cores: tests often wait
+# for disks, browsers and other processes.
+PYTEST := $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.made-dev
 	$(PYTEST) -m "not slow and not more"
 

@@ -312,7 +312,7 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     with compute.device:
         model = GPT(recipe.model)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe)
     about: dict[str, Any] = {"config": recipe.model, "device": compute.device, "dtype": compute.dtype_name}
     failed = stepper.compile() if recipe.compile else None
     about["compiled"] = f"failed: {failed:.200}" if failed else "yes" if recipe.compile else "no"

@@ -265,7 +265,7 @@ def make_gpt_step(config: GPTConfig, count: int, kind: Optimizer, compiled: bool
     facts = Facts.on(COMPUTE, bytes=10**6, tokens=10**6, vocab_size=config.vocab_size, held_out=False)
     recipe = plan(settings, facts)
     model = GPT(recipe.model)
-    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, COMPUTE.dtype), COMPUTE), recipe, print)
+    stepper = Stepper(Single(model, make_optimizer(model, kind, 0.1, COMPUTE.dtype), COMPUTE), recipe)
     if compiled and (failed := stepper.compile()):
         raise RuntimeError(failed)
     x, y = (torch.randint(config.vocab_size, (count, config.block_size)).numpy() for _ in range(2))

@@ -63,7 +63,6 @@ _FOREIGN_OPTIONS = {
     "--recompute": "gradient-checkpointing activation-checkpointing",
     "--nproc": "nproc-per-node num-processes num-gpus gpus",
     "--shard": "fsdp zero",
-    "--tensor": "tensor-parallel-size tp tp-size tensor-parallel",
     "--log": "wandb report-to",
     "--model": "model-name model-path model-name-or-path model-id checkpoint ckpt ckpt-path",
     "--base": "base-model",

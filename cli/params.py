@@ -34,7 +34,7 @@ def params(
 
     gpt params gpt3-175b
     gpt params gpt2 gpt2-xl runs/book
-    gpt params gpt3-175b --devices 1024 --kind h100-80gb --tokens 300e9
+    gpt params gpt3-175b --devices 512 --kind h100-80gb --tokens 300e9
     """
     shape_names = {field.name for field in fields(PlanConfig) if field.metadata["panel"] == SHAPE}
     overrides = {name: value for name, value in given.items() if name in shape_names}

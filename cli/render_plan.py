@@ -9,11 +9,12 @@ from rich.text import Text
 from gpt.config import PRESETS, GPTConfig
 from gpt.model.memory import count_saved_bytes
 from gpt.model.params import breakdown, cache_bytes, count_attended, flops_per_token, flops_sampled, nearest_preset
-from gpt.model.plan import NODE, TrainingPlan, plans, trained_tokens
+from gpt.model.plan import TrainingPlan, plans, trained_tokens
 from gpt.plan_config import PlanConfig
 
 from . import render
 
+NODE = 8  # devices of a machine
 GPT3_FLOPS = 6  # FLOPs per parameter and token in the GPT-3 paper, which ignores attention scores.
 
 
@@ -46,7 +47,7 @@ class Cost:
         }
 
     def _plan(self, plan: TrainingPlan) -> dict[str, Any]:
-        names = ("tensor", "micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
+        names = ("micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
         return {
             "kind": self.settings.kind,
             "devices": plan.devices,

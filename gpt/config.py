@@ -510,7 +510,6 @@ class TrainConfig(TextConfig):
     shard: Literal["none", "full"] = _machine(
         "none", "full: shard weights, gradients and optimizer state across processes"
     )
-    tensor: int = _machine(1, "Tensor-parallel processes; must divide --nproc and the heads", low=1, high=1024)
     recompute: bool = _machine(False, "Recompute activations in the backward pass to save memory")
     dtype: Dtype = _machine("auto", "Dtype of matrix products (weights stay float32); auto: bfloat16 if it is fast")
     compile: Compile = _machine("auto", "Compile steps; auto: on GPUs, and on a CPU for small models in long runs")
@@ -543,9 +542,9 @@ class TrainConfig(TextConfig):
     def _check_adapters(self) -> None:
         if self.lora_rank is not None and self.init is None:
             raise UserError("--lora-rank needs --init", "an adapter needs a base model: --init CHECKPOINT")
-        if self.lora_rank is not None and (self.shard == "full" or self.tensor > 1):
+        if self.lora_rank is not None and self.shard == "full":
             raise UserError(
-                f"{'--shard full' if self.shard == 'full' else '--tensor'} cannot be combined with --lora-rank",
+                "--shard full cannot be combined with --lora-rank",
                 "leave it out: adapters do not support sharded weights",
             )
         for name in ("merge_lora", "lora_alpha", "lora_targets"):

@@ -5,7 +5,6 @@ from functools import partial
 from typing import Literal
 
 from gpt.config import Arch, Positions
-from gpt.errors import UserError
 from gpt.peaks import find_kind
 from gpt.settings import check_options, option
 
@@ -47,7 +46,6 @@ class PlanConfig:
     shard: Literal["auto", "none", "full"] = _step(
         "auto", "Shard weights, gradients and optimizer state; auto: only if needed"
     )
-    tensor: int | None = _step(None, "Tensor-parallel ranks", shown="the fewest that fit", low=1, high=2**20)
     recompute: Literal["auto", "on", "off"] = _step(
         "auto", "Recompute activations in the backward pass; auto: only if needed"
     )
@@ -56,8 +54,3 @@ class PlanConfig:
         check_options(self)
         if self.kind != "cpu":
             find_kind(self.kind)
-        if self.tensor is not None and self.devices % self.tensor:
-            raise UserError(
-                f"--tensor {self.tensor} does not divide the {self.devices:,} devices",
-                "each sequence is split over that many devices: use a divisor",
-            )

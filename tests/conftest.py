@@ -33,6 +33,7 @@ GPT2_RANKS = SHARED / "data" / "tiktoken"
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Without bytecode files, each process would compile our modules.
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # A second thread does not help tiny models.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # Otherwise Inductor compiles a probe of each instruction set.
 
 for name in ("SIGINT", "SIGHUP"):  # Background jobs and nohup ignore these signals.
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:
@@ -152,10 +153,12 @@ FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
 
 def train(text: Path, **settings: Any) -> tuple[Any, list[Any]]:
+    """Trains a tiny model and returns the result and the events. Only evaluates and saves at the end: by default, a short
+    run does it after each step, which takes longer than the steps."""
     import gpt
 
     event_log: list[Any] = []
-    result = gpt.train(text, listen=event_log.append, **{**FAST, **settings})
+    result = gpt.train(text, listen=event_log.append, **{**FAST, "eval_every": 1000, **settings})
     return result, event_log
 
 
@@ -239,6 +242,14 @@ def empty_session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
 
 
 @pytest.fixture(autouse=True, scope="session")
+def no_syncs() -> Iterator[None]:
+    """Makes `os.fsync` do nothing, since no test loses power and each run syncs dozens of files."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
 def no_thread_watcher() -> None:
     """Disables the watcher of waiting threads, since tests patch its clock and count threads."""
     from gpt import waiting
@@ -302,10 +313,18 @@ def pytest_collection_finish() -> None:
 
 
 SLOW_FIXTURES = {"several_trained", "browser", "wheel", "built", "few_steps"}
+# These files start first, so that no process is left with a long one at the end.
+LONG_FILES = {
+    f"test_{name}.py"
+    for name in (
+        "sharded_training", "parallel", "cpu_step", "serve_page", "html_page", "resume", "training", "readme",
+    )
+}  # fmt: skip
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
     for item in items:
         if SLOW_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker("slow")

@@ -1,5 +1,6 @@
 """Tiny models for tests."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
@@ -174,13 +175,11 @@ def ours_with(theirs: "PreTrainedModel", config: GPTConfig) -> GPT:
     return model
 
 
-def rank_parameters(config: GPTConfig, data: int, tensor: int, rank: int = 0, sharded: bool = True) -> int:
-    """Returns the number of trained parameters on a rank; rank 0 has the most.
+def rank_parameters(config: GPTConfig, ranks: int) -> int:
+    """Returns the number of trained parameters on rank 0 of sharded ranks, which has the most.
 
     Every parameter has a gradient. AdamW keeps two moments per parameter; Muon keeps one, only for the blocks'
     matrices.
     """
-    from gpt.parallel.shard import Grid  # This import takes seconds.
-
-    grid = Grid(data, tensor, sharded)
-    return sum(grid.part(p, rank).numel for p in named_parameters(config).values() if p.trained)
+    table = named_parameters(config).values()
+    return sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in table if p.trained)

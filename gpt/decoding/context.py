@@ -68,7 +68,7 @@ class Context:
         self.size = min(model.config.block_size, size or model.config.block_size)  # Context length in tokens.
         positions = min(self.size, positions or self.size)
         _check_memory(model, compute, rows, positions)
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions, model.kv_heads)
+        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions)
         self.slots = [Slot(at) for at in range(rows)]
         self.compiled = step  # If None, steps run uncompiled.
         if step is not None:

@@ -69,8 +69,7 @@ class KVCache:
 
     Position p is in column p modulo the number of columns. A windowed layer has columns for its window plus
     `params.WINDOW_SLACK` positions that can be appended and rewound. Other layers have ``max_positions`` columns. With
-    RoPE, positions can exceed ``max_positions`` in steps of one token. With tensor parallelism, ``kv_heads`` counts
-    this rank's heads.
+    RoPE, positions can exceed ``max_positions`` in steps of one token.
     """
 
     def __init__(
@@ -80,7 +79,6 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         max_positions: int | None = None,
-        kv_heads: int | None = None,
     ) -> None:
         self.rows = rows
         self.max_positions = config.block_size if max_positions is None else max_positions
@@ -89,7 +87,7 @@ class KVCache:
             min(w or self.max_positions, self.max_positions): cache_columns(w, self.max_positions)
             for w in config.windows
         }
-        shapes = [(rows, kv_heads or config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
+        shapes = [(rows, config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
         self.keys = [_make_zeros(shape, device, dtype) for shape in shapes]
         self.values = [_make_zeros(shape, device, dtype) for shape in shapes]
         blocks = -(-max(self.columns.values()) // BLOCK)

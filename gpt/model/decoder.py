@@ -114,8 +114,7 @@ class Attention(nn.Module):
         return self.resid_dropout(out) if self.training else out
 
     def qkv(self, x: Tensor, rope: Rope | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D). H and K
-        count this rank's heads (`gpt.parallel.tensor`)."""
+        """Returns queries (B, H, T, D) and keys (B, K, T, D), normalized and rotated, and values (B, K, T, D)."""
         # Transpose last, because compiled GPU code would copy the transposed views three times.
         heads = self.c_attn(x).view(*x.shape[:2], -1, self.head_size)  # (B, T, H + 2 K, D)
         K = heads.size(2) // (self.groups + 2)
@@ -210,7 +209,6 @@ class GPT(nn.Module):
         self.ln_f = make_norm(config)
         # LM head of an untied model, or a decoding copy of the embedding (`gpt.decoding.weights`).
         self.lm_head: nn.Module | None = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
-        self.kv_heads = config.kv_heads  # key/value heads of this rank (`gpt.parallel.tensor`)
         self.recompute = False  # whether the backward pass recomputes activations
         self.initialize()
 

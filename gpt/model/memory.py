@@ -5,12 +5,13 @@ Korthikanti et al. 2022 (arXiv 2205.05198, §4.1) count a Megatron block the sam
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from gpt.config import GPTConfig, Mlp
-from gpt.model.params import Kind, counts, parameters
+from gpt.model.params import Kind, Shape, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_MATMUL_POSITIONS = 512  # Maximum positions of matmul attention in CPU training.
@@ -24,6 +25,7 @@ ALIGNED, ALIGNED_ON = 64, ("cuda",)
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
 MIN_POSITIONS_PER_CHUNK = 512  # Minimum positions per chunk: with fewer, reading the unembedding takes too long.
 FLOAT = 4
+WHOLE_GRADIENTS = 0.25  # Maximum share of device memory for gradients that accumulate unsharded.
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
 # before and after SiLU, the up-projection and the product.
 SAVED_BY_MLP: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
@@ -37,15 +39,16 @@ class Setup:
 
     micro_batch: int = 1  # sequences per rank
     accumulates: bool = False  # whether a step has several micro-batches
-    dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`; weights are float32
+    dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`
     optimizer: Literal["muon", "adamw"] = "muon"
     recompute: bool = False  # activation checkpointing: blocks save only their input and recompute the rest
     loss_chunk: int = 0  # positions per chunk of logits; if 0, `positions_at_once` decides
     data: int = 1  # data-parallel ranks
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
-    tensor: int = 1  # tensor-parallel ranks
     device: Literal["cuda", "cpu"] = "cuda"
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the models to learn from
+    adapters: tuple[Shape, ...] = ()  # shapes of LoRA's A and B of each map, in turn; if empty, all weights are trained
+    whole_gradients: bool = False  # whether sharded ranks accumulate unsharded gradients
 
     @property
     def width(self) -> int:
@@ -53,9 +56,19 @@ class Setup:
         return WIDTHS[self.dtype]
 
     @property
+    def weight_width(self) -> int:
+        """Bytes per element of the weights. A frozen model is in bfloat16 if the run computes in it."""
+        return 2 if self.adapters and self.dtype == "bfloat16" else FLOAT
+
+    @property
     def stream(self) -> int:
-        """Bytes per element of the residual stream. Norms use a float32 copy of it."""
-        return 2 if self.device == "cuda" and self.dtype == "bfloat16" else FLOAT
+        """Bytes per element of the residual stream."""
+        return 2 if self.device == "cuda" and self.dtype == "bfloat16" else self.weight_width
+
+    @property
+    def norm(self) -> int:
+        """Bytes per element of a norm's input. On a GPU, this is a float32 copy of the residual stream."""
+        return FLOAT if self.device == "cuda" else self.stream
 
     @property
     def shard_ranks(self) -> int:
@@ -72,7 +85,7 @@ class Setup:
 class StepMemory:
     """Bytes on a rank. ``moments`` has the totals at three moments of a step."""
 
-    parameters: int  # float32
+    parameters: int  # weights, with adapters those of the base model too
     gradients: int  # float32
     optimizer: int  # optimizer state, float32
     activations: int  # tensors saved for the backward pass of the trunk
@@ -83,6 +96,11 @@ class StepMemory:
     teachers: int = 0  # weights of the teachers
 
     @property
+    def minimum(self) -> int:
+        """Bytes that a run needs on the device, even with the smallest micro-batch."""
+        return self.parameters + self.gradients + self.optimizer + self.teachers
+
+    @property
     def peak(self) -> int:
         """Maximum of ``moments``."""
         return max(self.moments.values())
@@ -90,11 +108,13 @@ class StepMemory:
 
 def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     """Counts a rank's bytes in any training step after the first, which creates the optimizer state."""
-    rank_counts = counts(config, setup.tensor)
+    rank_counts = counts(config)
     positions = setup.micro_batch * config.block_size
-    parameters = gradients = FLOAT * -(-sum(rank_counts.values()) // setup.shard_ranks)
-    state = -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
-    snapshot = parameters + state
+    trained = FLOAT * (sum(map(math.prod, setup.adapters)) or sum(rank_counts.values()))
+    gradients = -(-trained // setup.shard_ranks)
+    parameters = gradients + setup.weight_width * sum(rank_counts.values()) * bool(setup.adapters)
+    state = 2 * gradients if setup.adapters else -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
+    snapshot = gradients + state
     activations, loss, (fixed, blocks) = (
         count_saved_bytes(config, setup),
         loss_bytes(config, setup),
@@ -104,13 +124,15 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     permanent = parameters + state + fixed + teachers + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
-    accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard and setup.tensor == 1))
+    accumulated = (trained if setup.shard and setup.whole_gradients else gradients) * (
+        setup.accumulates or (setup.data > 1 and not setup.shard)
+    )
     # A block's backward pass needs MLP gradients, gathered weights, and recomputed activations.
-    block_backward = positions * setup.width * config.mlp_width // setup.tensor * (2 if config.mlp == "swiglu" else 1)
+    block_backward = positions * setup.width * config.mlp_width * (2 if config.mlp == "swiglu" else 1)
     block_backward += blocks * setup.shard
     recomputed = positions * block(config, setup) * setup.recompute
     # Float32 gradient of the embedding. A tied embedding gets gradients from the logits first and from the ids last.
-    table = FLOAT * rank_counts["embedding"]
+    table = 0 if setup.adapters else FLOAT * rank_counts["embedding"]
     tables = 2 * config.tied + setup.accumulates + setup.shard
     moments = {
         "loss": permanent + copies + accumulated + activations + max(loss, table + block_backward + recomputed),
@@ -121,6 +143,11 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
         working = positions * max(block(teacher, setup) for teacher in setup.teachers)
         moments["teachers"] = permanent + accumulated + working
     return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments, teachers)
+
+
+def accumulates_whole(config: GPTConfig, memory: int) -> bool:
+    """Whether sharded ranks, with ``memory`` bytes each, accumulate unsharded gradients, which saves communication."""
+    return FLOAT * sum(counts(config).values()) < WHOLE_GRADIENTS * memory
 
 
 def teacher_weights(teacher: GPTConfig, setup: Setup) -> int:
@@ -139,7 +166,8 @@ def count_saved_bytes(config: GPTConfig, setup: Setup) -> int:
     activations (with recomputation, only their inputs)."""
     C, T = config.n_embd, config.block_size
     per_block = setup.stream * C if setup.recompute else block(config, setup)
-    saved = setup.micro_batch * T * (config.n_layer * per_block + FLOAT * C + _dropout_bytes(config, setup, FLOAT) * C)
+    outside = (setup.norm + _dropout_bytes(config, setup, FLOAT)) * C
+    saved = setup.micro_batch * T * (config.n_layer * per_block + outside)
     if setup.recompute:
         return saved
     # All sequences share the narrower copies of RoPE cosines and sines, and the masks of fused sliding-window
@@ -152,12 +180,12 @@ def count_saved_bytes(config: GPTConfig, setup: Setup) -> int:
 
 
 def block(config: GPTConfig, setup: Setup) -> int:
-    """Bytes per position that a block saves for its gradient: norm inputs in float32, linear inputs, the MLP's hidden
-    layer, dropout masks and attention tensors."""
+    """Bytes per position that a block saves for its gradient: norm inputs, linear inputs, the MLP's hidden layer,
+    dropout masks, attention tensors, and A x of each adapter."""
     C, s = config.n_embd, setup.width
-    sharded = s * (config.n_head * config.head_size + SAVED_BY_MLP[config.mlp] * config.mlp_width)
-    replicated = 2 * (FLOAT + s + _dropout_bytes(config, setup, s)) * C
-    return replicated + (sharded + _attention_bytes(config, setup)) // setup.tensor
+    inner = s * (config.n_head * config.head_size + SAVED_BY_MLP[config.mlp] * config.mlp_width)
+    inner += s * sum(rows for rows, _ in setup.adapters[::2]) // config.n_layer
+    return inner + 2 * (setup.norm + s + _dropout_bytes(config, setup, s)) * C + _attention_bytes(config, setup)
 
 
 def _dropout_bytes(config: GPTConfig, setup: Setup, width: int) -> int:
@@ -192,13 +220,17 @@ def _attention_kernel(config: GPTConfig, setup: Setup) -> Literal["plain", "unfu
 def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
     """Returns the bytes of permanent weight copies, and of copies for the blocks.
 
-    Autocast copies all block weights to the narrower dtype once per micro-batch. Sharding permanently gathers the
+    Autocast copies all block weights to the narrower dtype once per micro-batch; of a frozen model, only adapters are
+    copied, B into a matrix with zeros (`gpt.model.lora`). Sharding permanently gathers the
     weights outside the blocks, in float32. With sharding, a block's backward pass needs its own weights, the next
     block's weights and its own gradients, all in the dtype of products. It also needs the previous block's gradients in
     float32, while they are sent.
     """
-    rank_counts, s = counts(config, setup.tensor), setup.width
+    rank_counts, s = counts(config), setup.width
     blocks = rank_counts["linear"] + rank_counts["bias"]
+    if setup.adapters:
+        pairs = zip(setup.adapters[::2], setup.adapters[1::2], strict=True)
+        return 0, s * sum(rows * (width * setup.autocast + out) for (rows, width), (out, _) in pairs)
     if not setup.shard:
         return 0, s * blocks * setup.autocast
     gathered = FLOAT * (rank_counts["embedding"] + rank_counts["positions"] + rank_counts["unembedding"])
@@ -208,12 +240,14 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 def loss_bytes(config: GPTConfig, setup: Setup) -> int:
     """Bytes of the loss: the teachers' residual streams and probabilities, the trunk's output and its gradient,
     logits, float32 softmax, the unembedding in the dtype of products, and its gradient (two float32 tensors if there
-    are several chunks)."""
+    are several chunks; none if it is frozen)."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
-    copy, gradient = s * (setup.autocast or columns != V), 2 * FLOAT if n < positions else s
-    x = positions * C * (FLOAT + s * setup.autocast + 2 * s)
+    narrows = s * (setup.weight_width != s)
+    copy = narrows if columns == V else s
+    gradient = 0 if setup.adapters else 2 * FLOAT if n < positions else s
+    x = positions * C * (setup.weight_width + narrows + 2 * s)
     teachers = positions * setup.stream * sum(teacher.n_embd for teacher in setup.teachers)
     teachers += n * (s + 2 * FLOAT) * V * bool(setup.teachers)  # their logits, probabilities and mean
     return x + n * (s + FLOAT) * columns + (copy + gradient) * V * C + teachers
@@ -222,7 +256,7 @@ def loss_bytes(config: GPTConfig, setup: Setup) -> int:
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
     """Positions per chunk of logits."""
     positions = setup.micro_batch * config.block_size
-    return positions_at_once(positions, config.vocab_size, setup.loss_chunk, setup.device)
+    return positions_at_once(positions, config.vocab_size, setup.loss_chunk, setup.device, bool(setup.adapters))
 
 
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
@@ -244,12 +278,13 @@ def _update_bytes(config: GPTConfig, setup: Setup) -> int:
     intermediate results for matrices of one shape, and sharded matrices gathered from other ranks."""
     if setup.optimizer == "adamw":
         return 0
-    shards, n = setup.shard_ranks * setup.tensor, counts(config, setup.tensor)["linear"]
+    shards, n = setup.shard_ranks, counts(config)["linear"]
     if shards == 1:  # Copies of the weights in the dtype of matrix products.
         workspace = n * (1.5 + 0.5 * setup.autocast + 1 / setup.data)
     else:
-        largest = max(p.numel for p in parameters(config) if p.is_matrix)
-        workspace = MUON_GATHERED * -(-config.n_layer // shards) * largest
+        shapes = [(n, p.shape[1]) for p in parameters(config) if p.is_matrix for n in p.fused or p.shape[:1]]
+        stacks = Counter(tuple(sorted(shape)) for shape in shapes)  # Ranks exchange one stack at a time.
+        workspace = MUON_GATHERED * max(-(-config.n_layer * k // shards) * math.prod(s) for s, k in stacks.items())
     return round(MUON_UPDATES * FLOAT * n / setup.shard_ranks + setup.width * workspace)
 
 

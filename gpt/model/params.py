@@ -1,7 +1,7 @@
 """All parameters of a decoder, their counts and their FLOPs, without importing torch.
 
-`parameters` is the only table of names and shapes: memory, checkpoints, adapters, tensor parallelism, optimizer groups
-and the GPT-3 table use it. A test compares it with `gpt.model.decoder`.
+`parameters` is the only table of names and shapes: memory, checkpoints, adapters, optimizer groups and the GPT-3
+table use it. A test compares it with `gpt.model.decoder`.
 """
 
 import functools
@@ -26,11 +26,8 @@ class Parameter:
     shape: Shape  # (out, in) for a linear map, as in torch
     kind: Kind
     in_blocks: bool = True
-    split: int | None = None  # axis that tensor parallelism splits, or None if every rank has the full tensor
-    unit: int = 1  # rows or columns that a split keeps together: those of a head
     fused: tuple[int, ...] = ()  # number of rows of each stacked matrix: query, key, value; or gate, up
     matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
-    has_partial_gradient: bool = False  # whether tensor-parallel ranks must sum their heads' gradients
     trained: bool = True  # False for a fixed position table, which only checkpoints contain
 
     @property
@@ -68,14 +65,12 @@ def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
         table.append(Parameter("wpe.weight", (config.block_size, C), "positions", in_blocks=False, trained=trained))
     table += [
         *_norm("ln_1", C, config),
-        *_linear("attn.c_attn", sum(qkv), C, qkv_bias, 0, head_size, qkv, qkv_matrices),
+        *_linear("attn.c_attn", sum(qkv), C, qkv_bias, qkv, qkv_matrices),
         *([*_norm("attn.q_norm", head_size), *_norm("attn.k_norm", head_size)] if config.qk_norm else []),
-        *_linear("attn.c_proj", C, query_width, bias, 1, head_size, matrices=("Value-Down",)),
+        *_linear("attn.c_proj", C, query_width, bias, matrices=("Value-Down",)),
         *_norm("ln_2", C, config),
-        *_linear(
-            "mlp.c_fc", sum(gate_up) or hidden, C, bias, 0, 1, gate_up, mlp_matrices if gated else mlp_matrices[1:]
-        ),
-        *_linear("mlp.c_proj", C, hidden, bias, 1, matrices=("Down-Projection",)),
+        *_linear("mlp.c_fc", sum(gate_up) or hidden, C, bias, gate_up, mlp_matrices if gated else mlp_matrices[1:]),
+        *_linear("mlp.c_proj", C, hidden, bias, matrices=("Down-Projection",)),
         *_norm("ln_f", C, config, in_blocks=False),
     ]
     if not config.tied:
@@ -88,14 +83,12 @@ def _linear(
     out_features: int,
     in_features: int,
     bias: bool,
-    split: int,
-    unit: int = 1,
     fused: tuple[int, ...] = (),
     matrices: tuple[str, ...] = (),
 ) -> list[Parameter]:
-    """Returns a linear map's weight and bias. Splitting the rows also splits the bias."""
-    weight = Parameter(f"{name}.weight", (out_features, in_features), "linear", True, split, unit, fused, matrices)
-    bias_parameter = Parameter(f"{name}.bias", (out_features,), "bias", True, None if split else 0, unit, fused)
+    """Returns a linear map's weight and bias."""
+    weight = Parameter(f"{name}.weight", (out_features, in_features), "linear", True, fused, matrices)
+    bias_parameter = Parameter(f"{name}.bias", (out_features,), "bias", True, fused)
     return [weight, bias_parameter] if bias else [weight]
 
 
@@ -103,9 +96,7 @@ def _norm(name: str, width: int, config: GPTConfig | None = None, in_blocks: boo
     """Returns a norm's weight and, for a LayerNorm, its β. Without ``config``, the norm is an RMSNorm of queries or
     keys."""
     parts = ("weight", "bias") if config is not None and config.norm == "layernorm" else ("weight",)
-    return [
-        Parameter(f"{name}.{part}", (width,), "norm", in_blocks, has_partial_gradient=config is None) for part in parts
-    ]
+    return [Parameter(f"{name}.{part}", (width,), "norm", in_blocks) for part in parts]
 
 
 def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
@@ -118,12 +109,12 @@ def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
     return table
 
 
-def counts(config: GPTConfig, ranks: int = 1) -> dict[Kind, int]:
-    """Counts trained parameters by kind, on one of ``ranks`` tensor-parallel ranks."""
+def counts(config: GPTConfig) -> dict[Kind, int]:
+    """Counts trained parameters by kind."""
     totals: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
     for p in parameters(config):
         copies = config.n_layer if p.in_blocks else 1
-        totals[p.kind] += p.trained * copies * p.numel // (1 if p.split is None else ranks)
+        totals[p.kind] += p.trained * copies * p.numel
     return totals
 
 
@@ -159,7 +150,7 @@ def breakdown(config: GPTConfig) -> Breakdown:
     embedding, unembedding = (
         Row(name, f"{a:,} × {b:,}", V * C) for name, a, b in (("Embedding", C, V), ("Unembedding", V, C))
     )
-    rows = [row for p in parameters(config) if p.is_matrix for row in _table_rows(p, config.n_layer)]
+    rows = [row for p in parameters(config) if p.is_matrix for row in _table_rows(p, config)]
     rows = [embedding, *rows, unembedding]
     return Breakdown(
         rows=rows,
@@ -171,16 +162,19 @@ def breakdown(config: GPTConfig) -> Breakdown:
     )
 
 
-def _table_rows(p: Parameter, n_layer: int) -> list[Row]:
-    """Returns the table's rows for a linear map, in alphabetical order, as in the paper. An axis split by heads is
-    printed as head size × heads."""
+def _table_rows(p: Parameter, config: GPTConfig) -> list[Row]:
+    """Returns the table's rows for a linear map, in alphabetical order, as in the paper. An axis of heads is printed as
+    head size × heads."""
+    heads_axis = {"attn.c_attn.weight": 0, "attn.c_proj.weight": 1}.get(p.name)
     rows = []
     for matrix, out_features in sorted(zip(p.matrices, p.fused or p.shape[:1], strict=True)):
-        sides, factors = [out_features, p.shape[1]], f"{n_layer:,}"
-        if p.unit > 1 and p.split is not None:
-            factors = f"{sides[p.split] // p.unit:,} × {factors}"
-            sides[p.split] = p.unit
-        rows.append(Row(matrix, f"({sides[0]:,} × {sides[1]:,}) × {factors}", out_features * p.shape[1] * n_layer))
+        sides, factors = [out_features, p.shape[1]], f"{config.n_layer:,}"
+        if heads_axis is not None:
+            factors = f"{sides[heads_axis] // config.head_size:,} × {factors}"
+            sides[heads_axis] = config.head_size
+        rows.append(
+            Row(matrix, f"({sides[0]:,} × {sides[1]:,}) × {factors}", out_features * p.shape[1] * config.n_layer)
+        )
     return rows
 
 

@@ -5,12 +5,11 @@ from dataclasses import dataclass, replace
 
 from gpt.config import GPTConfig
 from gpt.errors import UserError
-from gpt.model.memory import Setup, StepMemory, count_step_memory, divisors, logits_at_once
+from gpt.model.memory import Setup, StepMemory, accumulates_whole, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
 from gpt.peaks import Kind, find_kind
 from gpt.plan_config import PlanConfig
 
-NODE = 8  # Devices per machine. Tensor parallelism communicates too much to cross machines.
 DAY = 86_400
 TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)
 USABLE = 0.9  # Usable share of GPU memory; CUDA, cuBLAS, NCCL and fragmentation need the rest.
@@ -39,8 +38,6 @@ class TrainingPlan:
         setup, words = self.setup, []
         if setup.shard:
             words.append("--shard full")
-        if setup.tensor > 1:
-            words.append(f"--tensor {setup.tensor}")
         words.append(f"--micro-batch {setup.micro_batch}")
         return " ".join([*words, "--recompute"] if setup.recompute else words)
 
@@ -49,12 +46,6 @@ def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[Tra
     """Returns a plan for 1, 2, 4 … and all devices. A plan has the first setup that fits, else the setup that needs the
     least memory. Skips numbers of devices that cannot share a step's sequences evenly. Raises `UserError` if all
     devices together cannot."""
-    if request.tensor is not None and config.kv_heads % request.tensor:
-        head_kind = "" if config.kv_heads == config.n_head else " key/value"
-        raise UserError(
-            f"the model's {config.kv_heads}{head_kind} heads cannot be split evenly over {request.tensor} ranks",
-            "use one of " + ", ".join(map(str, divisors(config.kv_heads))),
-        )
     rows = step_rows(config, request.batch_tokens or batch_tokens, request.batch_tokens is not None)
     device_counts = sorted(
         {2**n for n in range(request.devices.bit_length()) if 2**n <= request.devices} | {request.devices}
@@ -92,23 +83,20 @@ def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int
 
 
 def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
-    """Yields setups, fastest first. Sharding adds communication, tensor parallelism adds more, and recomputation adds a
-    third to the computation."""
-    memory = find_kind(request.kind).memory
-    for shard, tensor in _parallelisms(config, request, devices):
-        data = devices // tensor
-        if rows % data:
-            continue
-        rank_rows = rows // data
+    """Yields setups, fastest first. Sharding adds communication, and recomputation adds a third to the computation."""
+    memory, rank_rows = find_kind(request.kind).memory, rows // devices
+    if rows % devices:
+        return
+    for shard in {"none": (False,), "full": (True,), "auto": (False, True) if devices > 1 else (False,)}[request.shard]:
         for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[request.recompute]:
             setup = Setup(
                 dtype=request.dtype,
                 optimizer=request.optimizer,
                 recompute=recompute,
-                data=data,
+                data=devices,
                 shard=shard,
-                tensor=tensor,
                 device="cpu" if request.kind == "cpu" else "cuda",
+                whole_gradients=accumulates_whole(config, memory),
             )
             if request.micro_batch is None:
                 yield with_largest_micro_batch(config, setup, rank_rows, memory)
@@ -116,24 +104,12 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
                 yield with_loss_chunks(config, with_micro_batch(setup, request.micro_batch, rank_rows), memory)
 
 
-def _parallelisms(config: GPTConfig, request: PlanConfig, devices: int) -> Iterator[tuple[bool, int]]:
-    """Yields pairs of ``shard`` and ``tensor`` for `Setup`."""
-    for tensor in [request.tensor] if request.tensor else [n for n in divisors(NODE) if config.kv_heads % n == 0]:
-        if devices % tensor:
-            continue
-        is_tensor_only = devices == tensor
-        if request.shard != "full":
-            yield False, tensor
-        if request.shard == "full" or (request.shard == "auto" and not is_tensor_only):
-            yield True, tensor
-
-
 def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
     """Returns the part of a device's ``memory`` that a step can use."""
     if setup.device == "cuda":
         return int(USABLE * memory)
     step = count_step_memory(config, setup)
-    permanent = step.parameters + step.gradients + step.optimizer + step.teachers + step.snapshot
+    permanent = step.minimum + step.snapshot
     return permanent + int(CPU_SHARE * max(0, memory - permanent))
 
 
@@ -186,16 +162,14 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
 def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
     """Raises the `UserError` for a step whose sequences cannot be split evenly over all devices or into
     micro-batches."""
-    tensor, n = request.tensor, request.devices
-    splits = [tensor] if tensor else [t for t in divisors(NODE) if config.kv_heads % t == 0 and n % t == 0]
-    data = n // max(splits)
-    if rows % data:
-        multiple = -(-rows // data) * data * config.block_size
+    n = request.devices
+    if rows % n:
+        multiple = -(-rows // n) * n * config.block_size
         raise UserError(
-            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices, {max(splits)} per sequence",
-            f"use --batch-tokens {multiple}, or --devices {max(d * max(splits) for d in divisors(rows) if d <= data)}",
+            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices",
+            f"use --batch-tokens {multiple}, or --devices {max(d for d in divisors(rows) if d <= n)}",
         )
     raise UserError(
-        f"a micro-batch of {request.micro_batch} does not divide the {rows // data:,} sequences of a rank",
-        "use one of " + ", ".join(map(str, divisors(rows // data))),
+        f"a micro-batch of {request.micro_batch} does not divide the {rows // n:,} sequences of a rank",
+        "use one of " + ", ".join(map(str, divisors(rows // n))),
     )

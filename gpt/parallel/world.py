@@ -42,9 +42,7 @@ class World:
 
     rank, size = 0, 1
     local_rank, local_size = 0, 1  # this process's rank on its machine, and the number of processes there
-    tensor = 1  # number of consecutive ranks that share each sequence
     owns_group = False  # whether `mesh` created a process group for this single process
-    _mesh: DeviceMesh | None = None
     gradients: dist.ProcessGroup | None = None  # group for gradient all-reduce; None for torch's default group
 
     @property
@@ -52,50 +50,14 @@ class World:
         """Whether this is rank 0, which decides, reports and writes."""
         return self.rank == 0
 
-    @property
-    def data_size(self) -> int:
-        """The number of data ranks: groups of ranks with different sequences."""
-        return self.size // self.tensor
-
-    @property
-    def data_rank(self) -> int:
-        """The index of this rank's group."""
-        return self.rank // self.tensor
-
-    def divide(self, tensor: int) -> None:
-        """Makes groups of ``tensor`` consecutive ranks share their sequences. Raises `UserError` if the world size is
-        not a multiple of ``tensor``."""
-        if self.size % tensor:
-            n = "one process" if self.size == 1 else f"{self.size} processes"
-            raise UserError(
-                f"{n} cannot be divided into groups of {tensor} (--tensor {tensor})",
-                f"use --nproc {-(-self.size // tensor) * tensor}, or --tensor 1",
-            )
-        self.tensor = tensor
-
     def mesh(self, kind: str) -> DeviceMesh:
-        """Returns the data × tensor mesh of all ranks for a device type. Its groups are created once."""
-        if self._mesh is not None:
-            return self._mesh
+        """Returns the mesh of all ranks for a device type."""
         if not dist.is_initialized():
             self.owns_group = True
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
-        backend = "nccl" if kind == "cuda" else "gloo"
-        ranks = torch.arange(self.size).view(self.data_size, self.tensor)
-
-        def find_group(groups: Tensor) -> dist.ProcessGroup:
-            groups_by_ranks = {
-                tuple(members): dist.new_group(members, COLLECTIVE_TIMEOUT, backend) for members in groups.tolist()
-            }
-            rank_group: dist.ProcessGroup = next(
-                group for members, group in groups_by_ranks.items() if self.rank in members
-            )
-            return rank_group
-
-        # init_device_mesh would create groups with torch's timeouts: 10 minutes for NCCL, 30 for gloo.
-        names = ("data", "tensor")
-        self._mesh = DeviceMesh.from_group([find_group(ranks.T), find_group(ranks)], kind, ranks, mesh_dim_names=names)
-        return self._mesh
+        if self.gradients is None:
+            self.gradients = dist.new_group(backend="nccl" if kind == "cuda" else "gloo")
+        return DeviceMesh.from_group(self.gradients, kind)
 
     def all_reduce_max(self, value: int) -> int:
         """Returns the maximum over all ranks."""
@@ -106,7 +68,7 @@ class World:
         return signum or 0, share
 
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
-        """Returns sums over data ranks, in double precision."""
+        """Returns sums over all ranks, in double precision."""
         return values
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
@@ -130,11 +92,11 @@ class World:
         """Lets all ranks exchange tensors on their devices."""
 
     def seed(self, seed: int, step: int) -> None:
-        """Seeds torch by ``seed``, ``step`` and data rank, so dropout masks differ between data ranks and need no saved
-        random state. A single process keeps its random state."""
+        """Seeds torch by ``seed``, ``step`` and rank, so dropout masks differ between ranks and need no saved random
+        state. A single process keeps its random state."""
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sums a tensor over data ranks, in place, on the device."""
+        """Sums a tensor over all ranks, in place, on the device."""
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
@@ -149,7 +111,7 @@ class World:
         event.synchronize()
 
     def shorten_timeout(self) -> None:
-        """Reduces the message timeout to `COLLECTIVE_TIMEOUT`. Called before the first step."""
+        """Sets the timeout of messages and checkpoints to `COLLECTIVE_TIMEOUT`. Called before the first step."""
 
     def watch_peers(self) -> contextlib.AbstractContextManager[object]:
         """Returns a context that raises `PeerLost` if another rank is lost."""
@@ -218,7 +180,7 @@ class Ranks(World):
     def all_reduce_sum(self, *values: float) -> tuple[float, ...]:
         sums = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(sums, group=self.message_group)
-        return tuple((sums / self.tensor).tolist())
+        return tuple(sums.tolist())
 
     def broadcast_object(self, make: Callable[[], T]) -> T:
         message: Any = None
@@ -273,12 +235,12 @@ class Ranks(World):
         return [self._broadcast(value, source) for source in range(self.size)]
 
     def seed(self, seed: int, step: int) -> None:
-        digest = hashlib.sha256(repr((seed, step, self.data_rank)).encode()).digest()
+        digest = hashlib.sha256(repr((seed, step, self.rank)).encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self.gradients)
-        return tensor if self.tensor == 1 else tensor.copy_(tensor / self.tensor)
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
@@ -295,7 +257,8 @@ class Ranks(World):
             time.sleep(POLL_SECONDS)
 
     def shorten_timeout(self) -> None:
-        dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, self.message_group)
+        for group in (self.message_group, None):  # Checkpoints are gathered in torch's default group.
+            dist.distributed_c10d._set_pg_timeout(COLLECTIVE_TIMEOUT, group)
 
     @contextlib.contextmanager
     def watch_peers(self) -> Iterator[None]:

@@ -82,6 +82,11 @@ class Batches:
         """The number of windows in an epoch."""
         return len(self.ids) // self.block_size
 
+    @property
+    def length(self) -> int:
+        """The length of the longest sequence."""
+        return self.block_size
+
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
         """Returns this rank's inputs and targets, int64 (rows / ranks, T). Targets are the inputs shifted by one id.
         Steps count from 0. Together, the ranks get the rows that a single process would get."""

@@ -44,8 +44,8 @@ class Checkpointer:
         self.run, self.strategy, self.scaler, self.state, self.tokenizer = run, strategy, scaler, state, tokenizer
         self.journal = journal
         self.snapshot = Snapshot()  # the rollback target
-        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(strategy.own).items()}
-        moments = strategy.optimizer.shapes(strategy.own, strategy.shapes)
+        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(strategy.model).items()}
+        moments = strategy.optimizer.shapes(strategy.shapes)
         elements = sum(map(math.prod, [*strategy.shapes.values(), *moments.values()]))
         self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
         make_writer = partial(

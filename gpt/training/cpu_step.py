@@ -61,11 +61,17 @@ class GradientProgram:
 
     def __call__(self, x: Tensor, y: Tensor, n_targets: Tensor, teachers: Sequence[Tensor] = ()) -> Tensor:
         """Returns the summed loss on inputs x and targets y, (rows, T), divided by ``n_targets``. Adds the gradients of
-        the result to those of the parameters. ``teachers`` have the shapes that the program was made for."""
+        the result to those of the parameters. ``teachers`` have the shapes that the program was made for. If it raises
+        `RuntimeError`, gradients and the random state have not changed."""
+        state = torch.get_rng_state()
         x, y = x.contiguous(), y.contiguous()  # x and y are views of one array.
         dropout_mask = kernels.dropout_mask(sum(self.dropout_sizes), self.dropout, self.masks[0].dtype)
         inputs = [*self.inputs, x, y, n_targets, *self.masks, *teachers, *torch.split(dropout_mask, self.dropout_sizes)]
-        loss, lookup_grad, *grads = self.run(inputs)
+        try:
+            loss, lookup_grad, *grads = self.run(inputs)
+        except RuntimeError:
+            torch.set_rng_state(state)
+            raise
         table = grads[self.embedding_index]
         table += torch.ops.aten.embedding_dense_backward(lookup_grad, x, len(table), -1, False)
         if self.params[0].grad is None:

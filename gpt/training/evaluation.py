@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from gpt import device, evaluate
+from gpt import evaluate
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.device import Compute
@@ -46,16 +44,13 @@ def windows_to_evaluate(recipe: Recipe) -> int:
     return max(1, tokens * recipe.rows // recipe.batch_tokens)
 
 
-def evaluate_best(
-    run: RunContext, strategy: Strategy, recipe: Recipe, state: TrainState, speed: Speed
-) -> tuple[Result, GPT]:
-    """Evaluates the best checkpoint on all held-out text, or as much as the time budget allows, and samples from it.
-    Returns the result and the model. Raises `Stopped` after a signal."""
+def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: TrainState, speed: Speed) -> Result:
+    """Loads the best checkpoint into the model, evaluates it on all held-out text, or as much as the time budget
+    allows, and samples from it. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.path)))))
-    data, compute, stop, budget = run.data, run.compute, run.session.stop, recipe.budget
-    if compute.dtype != torch.float32:  # Use the default dtype of `gpt eval`, so that `gpt eval` reproduces the loss.
-        compute = device.pick(str(compute.device), "auto")
-    model = strategy.load(path, recipe, compute)
+    data, stop, budget = run.data, run.session.stop, recipe.budget
+    model, compute = strategy.model, strategy.evaluation_compute
+    strategy.load(path, recipe)
     loss = bits = None
     count = 0.0
     if data.held_out_tokens:
@@ -68,7 +63,7 @@ def evaluate_best(
     answers = [_check_answers(strategy, model, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
     sample = sample_lines(run, strategy, model, compute, recipe.seed)
     tokens = state.tokens(recipe, state.step)
-    result = Result(
+    return Result(
         run=run.path,
         checkpoint=path,
         steps=state.step,
@@ -88,7 +83,6 @@ def evaluate_best(
         chat=data.chat,
         **(_compare(run) if data.held_out_tokens and run.world.is_main else {}),
     )
-    return result, model
 
 
 def _compare(run: RunContext) -> dict[str, Any]:

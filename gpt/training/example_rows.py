@@ -71,6 +71,11 @@ class RowBatches:
     rows: int
     seed: int
 
+    @property
+    def length(self) -> int:
+        """The length of the longest sequence."""
+        return max(len(row.ids) for row in self.examples) - 1
+
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
         """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T). T
         is the length of the step's longest example. Ids that are not targets are `IGNORED`."""

@@ -77,8 +77,7 @@ class Journal:
         step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
         steps = "about " * recipe.is_timed + counted(recipe.steps, "step")
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
-        sharding = [f"{recipe.tensor} processes share each sequence"] if recipe.tensor > 1 else []
-        sharding += ["weights, gradients and optimizer state are sharded"] if recipe.shard == "full" else []
+        sharding = ["weights, gradients and optimizer state are sharded"] if recipe.is_sharded else []
         self.note(
             f"model {run.record.init.model if run.record.init else recipe.preset}: "
             f"{breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "

@@ -9,16 +9,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+
 from gpt import events
 from gpt.device import Download
-from gpt.errors import Interrupted, PeerLost, WorkError, device_failure
+from gpt.errors import Interrupted, PeerLost, WorkError, device_failure, is_out_of_memory
 from gpt.interrupt import Stopped
+from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder
 from gpt.runs.sampling import NO_DEFAULTS, read_defaults
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
+from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import make_strategy
@@ -78,12 +82,13 @@ class Trainer:
         seed_all(recipe.seed)
         self.strategy = make_strategy(recipe, run.compute, self.world, run.init, path)
         self.model = self.strategy.model
-        self.stepper = Stepper(self.strategy, recipe, self.on_halved, self.on_uncompiled, self.teachers)
+        self.stepper = Stepper(self.strategy, recipe, self.teachers, self.session.note, self.on_uncompiled)
         if path is None:
             state.windows = windows_to_evaluate(recipe)
             if recipe.budget is not None and recipe.budget.windows:
                 state.windows = min(state.windows, recipe.budget.windows)
         self.journal.start_cycle(recipe, self.model)
+        self.fit_memory()
         if recipe.compile:
             self.compile()
         if path is not None and run.saved is not None:
@@ -196,7 +201,7 @@ class Trainer:
         start, self.earlier_position = time.perf_counter(), self.position
         lr = state.rate_factor * recipe.lr_at(self.position + 1)
         world.seed(recipe.seed, state.cycle_step)
-        x, y, *lesson = self.batches.global_batch(state.cycle_step, world.data_rank, world.data_size)
+        x, y, *lesson = self.batches.global_batch(state.cycle_step, world.rank, world.size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
         state.step_seconds += time.perf_counter() - start
         self.report_pending()
@@ -214,7 +219,7 @@ class Trainer:
         loss, norm = pending.outcome.read(self.world.synchronize)
         state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
-        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.has_loss_scale)
+        is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaler.is_enabled())
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
         has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
         state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
@@ -299,10 +304,18 @@ class Trainer:
         outcome = f"back to step {self.state.step:,}, with {ROLLBACK_FACTOR:g} times the learning rate"
         self.session.note(f"{why} at step {step:,}: {outcome}")
 
+    def fit_memory(self) -> None:
+        """Halves the micro-batch until a step fits into memory."""
+        micro_batch = fit_micro_batch(self.stepper, self.data.batches(self.recipe).length)
+        if micro_batch < self.recipe.micro_batch:
+            rows = self.recipe.rows
+            self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
+            self.update_recipe(micro_batch=micro_batch)
+
     def compile(self) -> None:
         """Compiles the step. If that fails, the run continues uncompiled."""
         start = time.perf_counter()
-        error = self.stepper.compile(self.session.note)
+        error = self.stepper.compile()
         if error is None:
             self.session.note(f"compiled in {time.perf_counter() - start:.0f} s")
         else:
@@ -313,12 +326,6 @@ class Trainer:
         self.update_recipe(compile=False)
         message = "from now on, steps are not compiled: equal to compiled ones up to rounding, not bit for bit"
         self.session.warn(f"{message if started else 'steps are not compiled'}: {why:.200}")
-
-    def on_halved(self, micro_batch: int) -> None:
-        """Records a smaller micro-batch after an OOM."""
-        rows = self.recipe.rows
-        self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
-        self.update_recipe(micro_batch=micro_batch)
 
     def update_recipe(self, **changes: Any) -> None:
         """Changes the recipe and records it in ``run.json``."""
@@ -333,9 +340,11 @@ class Trainer:
             self.update_recipe(steps=self.state.step)
             self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
             self.session.listen(events.Plan(self.state.step, self.recipe.batch_tokens))
-        result, model = evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
+        result = self.stepper.run_eagerly(
+            lambda: evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
+        )
         if self.recipe.merge_lora and self.world.is_main:
-            merged = self.run.path / "merged"
+            merged, model = self.run.path / "merged", checkpoint.load(result.checkpoint, torch.device("cpu")).model
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
             self.session.note(f"merged: {merged}")
         self.journal.end(result, "steps" if self.is_at_end else "patience")
@@ -380,6 +389,11 @@ class Trainer:
                 self.checkpointer.writer.wait()
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
+        if is_out_of_memory(error):
+            rows = divisors(self.recipe.rows // self.world.size)
+            smaller = [n for n in rows if 2 * n <= self.recipe.micro_batch]
+            hint = f"resume with: {self.run.resume_command}" + (f" --micro-batch {smaller[-1]}" if smaller else "")
+            raise WorkError(f"out of memory at step {self.state.step:,}", hint) from error
         if (failure := device_failure(error)) is not None:
             message = f"the device {self.run.compute.device} failed: {failure}"
             raise WorkError(message, f"resume with: {self.run.resume_command}") from error

@@ -13,6 +13,7 @@ from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.training.context import Inputs, Session
 from gpt.training.data import BatchSource
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
+from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.recipe import Facts, Recipe
 from gpt.training.size import TIMING_STEPS
 from gpt.training.state import seed_all
@@ -53,9 +54,10 @@ class Meter:
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
         batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute)
         teachers.pretend_to_read(batches, recipe)
-        stepper = Stepper(strategy, recipe, lambda micro_batch: None, teachers=teachers)
+        stepper = Stepper(strategy, recipe, teachers, self.session.note)
+        fit_micro_batch(stepper, batches.length)
         if recipe.compile:
-            stepper.compile(self.session.note)  # The run itself reports compilation errors.
+            stepper.compile()  # The run itself reports compilation errors.
         total = 60 * self.minutes
         max_seconds = PROBE_SHARE * total
         seconds = time_steps(stepper, teachers.teach(batches), share * total, max_seconds)
@@ -89,7 +91,7 @@ def time_steps(
 
     while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
         start = time.perf_counter()
-        x, y, *lesson = batches.global_batch(len(seconds), world.data_rank, world.data_size)
+        x, y, *lesson = batches.global_batch(len(seconds), world.rank, world.size)
         stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
         seconds.append(time.perf_counter() - start)
     return seconds

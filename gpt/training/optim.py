@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -13,7 +14,7 @@ from gpt.config import DEFAULT_WEIGHT_DECAY
 from gpt.device import has_bfloat16_cores
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
-from gpt.parallel.world import World
+from gpt.parallel.gather import Exchange
 
 BETAS = (0.9, 0.95)  # AdamW's betas in GPT-3
 MOMENTUM = 0.95
@@ -40,10 +41,10 @@ class Muon(Optimizer):
     """SGD with momentum and orthogonalized updates (Jordan et al. 2024).
 
     Scales updates as `torch.optim.Muon` does with ``adjust_lr_fn="match_rms_adamw"``. Orthogonalizes matrices of the
-    same shape together, with fewer Newton–Schulz iterations (benchmarks/defaults.md). If a group's parameters are
-    fused matrices (query, key and value), its ``fused`` lists the number of rows of each matrix. If ``found_inf`` is 1,
-    a step changes nothing, as with torch's fused optimizers. All ranks of ``world`` have the same gradients. Each rank
-    orthogonalizes an equal share, and an all-gather collects the results.
+    same shape together, with fewer Newton–Schulz iterations (benchmarks/defaults.md). A group's ``rows`` lists the
+    number of rows of each matrix of a parameter, because some are fused (query, key and value). If ``found_inf`` is 1,
+    a step changes nothing, as with torch's fused optimizers. With several ranks, ``exchange`` divides the matrices
+    among them.
     """
 
     found_inf: Tensor | None = None  # a tensor on the parameters' device
@@ -54,10 +55,10 @@ class Muon(Optimizer):
         lr: float,
         weight_decay: float,
         dtype: torch.dtype,
-        world: World | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
-        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM, "fused": ()})
-        self.dtype, self.world = dtype, world or World()  # The Newton–Schulz iteration computes in ``dtype``.
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "momentum": MOMENTUM})
+        self.dtype, self.exchange = dtype, exchange or Exchange()  # The Newton–Schulz iteration computes in ``dtype``.
         self.compiled: Callable[..., None] | None = None
 
     @torch.no_grad()
@@ -84,40 +85,30 @@ class Muon(Optimizer):
 
     def update(self, groups: list[tuple[dict[str, Any], Any, Any, Any]], found_inf: Tensor | None) -> None:
         """Updates the parameters of each (group, parameters, momenta, gradients)."""
-        updates: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
+        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, list[int], float | Tensor]]] = defaultdict(list)
         scale = 1.0 if found_inf is None else 1 - found_inf
         for group, params, momenta, grads in groups:
             # If ``found_inf`` is 1, average the momentum with itself, which leaves it unchanged.
             if found_inf is not None:
                 grads = [torch.where(found_inf > 0, m, g) for m, g in zip(momenta, grads, strict=True)]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            directions = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
+            updates = torch._foreach_lerp(grads, momenta, group["momentum"])  # Nesterov momentum
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"] * scale)
-            updates += [(p, direction, group) for p, direction in zip(params, directions, strict=True)]
-        self.apply(updates, scale)
-
-    def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], scale: float | Tensor) -> None:
-        """Subtracts each parameter's orthogonalized update times ``scale``, 0 or 1."""
-        stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, float | Tensor]]] = defaultdict(list)
-        for p, update, group in updates:
-            for matrix, part in zip(unfuse(p, group["fused"]), unfuse(update, group["fused"]), strict=True):
-                wide = matrix if matrix.size(0) <= matrix.size(1) else matrix.T
-                step_size = group["lr"] * update_scale(matrix)
-                stacks[wide.shape[0], wide.shape[1]].append((wide, part if wide is matrix else part.T, step_size))
+            counts = self.exchange.count_rows(group["rows"])
+            own = [rows[self.exchange.shard] for rows in counts]
+            for p, update in zip(params, updates, strict=True):
+                for matrix, part, rows in zip(torch.split(p, own), torch.split(update, own), counts, strict=True):
+                    shape = (sum(rows), p.size(1))
+                    step_size = group["lr"] * update_scale(shape)
+                    stacks[min(shape), max(shape)].append((matrix, part, rows, step_size))
         for stack in stacks.values():
-            directions = self._orthogonalize([part.to(self.dtype) for _, part, _ in stack])
-            for (matrix, _, step_size), direction in zip(stack, directions * scale, strict=True):
+            parts = [part.to(self.dtype) for _, part, _, _ in stack]
+            directions = self.exchange(parts, [rows for _, _, rows, _ in stack], partial(find_directions, scale=scale))
+            for (matrix, _, _, step_size), direction in zip(stack, directions, strict=True):
                 if isinstance(step_size, Tensor):
                     matrix.addcmul_(direction, step_size, value=-1)
                 else:
                     matrix.sub_(direction, alpha=step_size)
-
-    def _orthogonalize(self, updates: list[Tensor]) -> Tensor:
-        """Returns the orthogonalized updates, (n, rows, columns). Each rank computes an equal share."""
-        share = -(-len(updates) // self.world.size)
-        start = share * self.world.rank
-        own_updates = [updates[min(index, len(updates) - 1)] for index in range(start, start + share)]
-        return self.world.all_gather(orthogonalize(torch.stack(own_updates)))[: len(updates)]
 
     def _momentum(self, p: Tensor) -> Tensor:
         if "momentum" not in self.state[p]:
@@ -126,9 +117,17 @@ class Muon(Optimizer):
         return momentum
 
 
-def update_scale(matrix: Tensor) -> float:
+def update_scale(shape: tuple[int, int]) -> float:
     """Returns the factor that gives a matrix's orthogonalized update the RMS `UPDATE_RMS`."""
-    return UPDATE_RMS * math.sqrt(max(matrix.shape))
+    return UPDATE_RMS * math.sqrt(max(shape))
+
+
+def find_directions(updates: Sequence[Tensor], scale: float | Tensor) -> list[Tensor]:
+    """Returns the orthogonalized updates, times ``scale``. They have the same shape, possibly transposed."""
+    tall = [update.size(0) > update.size(1) for update in updates]
+    stack = torch.stack([update.T if is_tall else update for update, is_tall in zip(updates, tall, strict=True)])
+    directions = orthogonalize(stack) * scale
+    return [direction.T if is_tall else direction for direction, is_tall in zip(directions, tall, strict=True)]
 
 
 def orthogonalize(x: Tensor) -> Tensor:
@@ -144,24 +143,6 @@ def orthogonalize(x: Tensor) -> Tensor:
     return x
 
 
-def unfuse(x: Tensor, fused: tuple[int, ...]) -> Sequence[Tensor]:
-    """Splits a fused parameter into matrices of ``fused`` rows."""
-    return torch.split(x, list(fused)) if fused else [x]
-
-
-def scaled_directions(updates: Sequence[Tensor]) -> list[Tensor]:
-    """Orthogonalizes and scales matrices of any shapes, batched by shape."""
-    results, indices_by_shape = list(updates), defaultdict(list)
-    for index, update in enumerate(updates):
-        indices_by_shape[update.shape].append(index)
-    for shape, indices in indices_by_shape.items():
-        stack = torch.stack([updates[index] for index in indices])
-        directions = orthogonalize(stack) if shape[0] <= shape[1] else orthogonalize(stack.mT).mT
-        for index, direction in zip(indices, directions * update_scale(directions[0]), strict=True):
-            results[index] = direction
-    return results
-
-
 # The per-parameter state of each optimizer.
 STATE_KEYS: dict[type[Optimizer], tuple[str, ...]] = {AdamW: ("step", "exp_avg", "exp_avg_sq"), Muon: ("momentum",)}
 
@@ -172,10 +153,10 @@ def state_keys(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 class Optimizers:
-    """The optimizers of a run, with a shared learning rate."""
+    """The optimizers of a run, with a shared learning rate. ``parameters`` are the tensors they train, by name."""
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
-        self.optimizers = list(optimizers)
+    def __init__(self, optimizers: Sequence[Optimizer], parameters: Mapping[str, Tensor]) -> None:
+        self.optimizers, self.parameters = list(optimizers), parameters
         self._by_parameter = {p: opt for opt in self.optimizers for group in opt.param_groups for p in group["params"]}
 
     def set_lr(self, lr: float) -> None:
@@ -201,9 +182,9 @@ class Optimizers:
 
     def compile(self) -> None:
         """Compiles Muon, which has many kernels, in a single process on a GPU."""
-        for optimizer in self.optimizers:
-            if type(optimizer) is Muon and optimizer.world.size == 1 and optimizer.param_groups[0]["params"][0].is_cuda:
-                optimizer.compile()
+        muon = self.optimizers[0]
+        if isinstance(muon, Muon) and muon.exchange.is_local and muon.param_groups[0]["params"][0].is_cuda:
+            muon.compile()
 
     def uncompile(self) -> None:
         """Returns to eager execution."""
@@ -216,32 +197,29 @@ class Optimizers:
         for optimizer in self.optimizers:
             optimizer.zero_grad(set_to_none=True)
 
-    def state(self, model: GPT) -> dict[str, Tensor]:
+    def state(self) -> dict[str, Tensor]:
         """The optimizers' state, with names such as ``h.0.ln_1.weight.exp_avg``."""
         return {
             f"{name}.{key}": self._by_parameter[p].state[p][key]
-            for name, p in model.named_parameters()
-            if p.requires_grad
+            for name, p in self.parameters.items()
             for key in state_keys(self._by_parameter[p])
             if key in self._by_parameter[p].state[p]
         }
 
-    def shapes(self, model: GPT, full: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, tuple[int, ...]]:
-        """The shapes of `state` after a step. ``full`` has the full shapes of sharded parameters."""
+    def shapes(self, full: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The shapes of `state` after a step. ``full`` has the shapes of the parameters, which can be sharded."""
         return {
-            f"{name}.{key}": () if key == "step" else tuple(p.shape) if full is None else full[name]
-            for name, p in model.named_parameters()
-            if p.requires_grad
+            f"{name}.{key}": () if key == "step" else full[name]
+            for name, p in self.parameters.items()
             for key in state_keys(self._by_parameter[p])
         }
 
-    def restore(self, model: GPT, state: Mapping[str, Tensor]) -> None:
+    def restore(self, state: Mapping[str, Tensor]) -> None:
         """Replaces the optimizers' state with ``state``."""
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                optimizer = self._by_parameter[p]
-                keys = [key for key in state_keys(optimizer) if f"{name}.{key}" in state]
-                optimizer.state[p] = {key: state[f"{name}.{key}"].to(p.device, copy=True) for key in keys}
+        for name, p in self.parameters.items():
+            optimizer = self._by_parameter[p]
+            keys = [key for key in state_keys(optimizer) if f"{name}.{key}" in state]
+            optimizer.state[p] = {key: state[f"{name}.{key}"].to(p.device, copy=True) for key in keys}
 
 
 def make_optimizer(
@@ -249,36 +227,36 @@ def make_optimizer(
     kind: Literal["muon", "adamw"],
     weight_decay: float,
     dtype: torch.dtype = torch.float32,
-    world: World | None = None,
-    muon: Callable[..., Muon] = Muon,
+    exchange: Exchange | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
 ) -> Optimizers:
     """Returns fused AdamW (Loshchilov & Hutter 2019), or Muon for the matrices of the blocks and AdamW for the rest.
 
     Biases and norms have no weight decay. With Muon, embeddings decay twice as fast as matrices if ``weight_decay``
-    exceeds `DEFAULT_WEIGHT_DECAY`, else not at all. Muon orthogonalizes in ``dtype``; the ranks of ``world`` share the
-    work.
+    exceeds `DEFAULT_WEIGHT_DECAY`, else not at all. Muon orthogonalizes in ``dtype``. ``exchange`` divides its work
+    among ranks. ``parameters`` are the shards of a sharded ``model``.
     """
     table = named_parameters(model.config)
+    parameters = dict(model.named_parameters()) if parameters is None else parameters
     vectors: list[Tensor] = []
     embeddings: list[Tensor] = []
     matrices: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-    for name, p in model.named_parameters():
+    for name, p in parameters.items():
         if table[name].is_matrix:
-            matrices[table[name].fused].append(p)
+            matrices[table[name].fused or table[name].shape[:1]].append(p)
         else:
             (embeddings if table[name].is_decayed else vectors).append(p)
     if kind == "adamw":
-        return Optimizers(
-            [_adamw([*embeddings, *(p for stack in matrices.values() for p in stack)], vectors, weight_decay)]
-        )
-    groups = [{"params": params, "fused": rows} for rows, params in matrices.items()]
+        decayed = [*embeddings, *(p for group in matrices.values() for p in group)]
+        return Optimizers([_adamw(decayed, vectors, weight_decay)], parameters)
+    groups = [{"params": params, "rows": rows} for rows, params in matrices.items()]
     lr_factor = NORM_LR_FACTOR if model.config.norm == "rmsnorm" else 1.0
     adamw = _adamw(
         embeddings, vectors, EMBEDDING_DECAY * weight_decay if weight_decay > DEFAULT_WEIGHT_DECAY else 0.0, lr_factor
     )
     if dtype == torch.float16:  # Gradients underflow in float16.
         dtype = torch.bfloat16 if has_bfloat16_cores(model.wte.weight.device) else torch.float32
-    return Optimizers([muon(groups, 0.0, weight_decay, dtype, world), adamw])
+    return Optimizers([Muon(groups, 0.0, weight_decay, dtype, exchange), adamw], parameters)
 
 
 def _adamw(decayed: Sequence[Tensor], vectors: Sequence[Tensor], weight_decay: float, lr_factor: float = 1.0) -> AdamW:

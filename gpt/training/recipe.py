@@ -9,7 +9,8 @@ import torch
 from gpt.config import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.errors import UserError
-from gpt.model.memory import Setup, count_step_memory, divisors
+from gpt.model import lora
+from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.peaks import host_memory
@@ -41,9 +42,6 @@ MAX_GRAPH_FLOPS = 1e13
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
-# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
-# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
-MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 # A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
 # parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
 MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
@@ -51,6 +49,9 @@ TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
 MIN_TEACHER_STEPS = 100
 TEACHER_EVALUATIONS = 5  # of each
 MAX_STEPS = 2**53
+# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
+# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
+MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
@@ -59,7 +60,7 @@ EVALUATIONS = 20  # default number of evaluations
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
 COPIED_SETTINGS = (
-    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "tensor", "recompute"
+    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "recompute"
 )  # fmt: skip
 
 
@@ -145,8 +146,7 @@ class Recipe:
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
-    shard: Literal["none", "full"] = "none"  # whether data ranks shard weights, gradients and moments
-    tensor: Annotated[int, Within(1, 1024)] = 1  # number of tensor-parallel processes
+    shard: Literal["none", "full"] = "none"  # whether ranks shard weights, gradients and moments
     context: Count = 0  # original context of a RoPE base model; 0 for other runs
     recompute: bool = False  # whether the backward pass recomputes activations
     # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
@@ -183,7 +183,7 @@ class Recipe:
     @property
     def is_sharded(self) -> bool:
         """Whether each process has only a shard of the weights."""
-        return self.shard == "full" or self.tensor > 1
+        return self.shard == "full"
 
     def compiles_whole_step(self, device: str, processes: int) -> bool:
         """Whether the forward and backward pass compile into one program. This needs a single process on a CPU that
@@ -307,12 +307,6 @@ def count_teachers(config: TrainConfig, facts: Facts) -> int:
     return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
 
 
-def can_read(tokens: int, recipe: Recipe) -> bool:
-    """Whether teachers read a text of so many tokens beforehand."""
-    V = recipe.model.vocab_size
-    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
-
-
 def divide_time(config: TrainConfig, recipe: Recipe, costs: Costs, minutes: float) -> tuple[TimeBudget, float]:
     """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Estimates the speed
     of compiled steps from that of uncompiled ones. Raises `UserError` without enough time."""
@@ -330,7 +324,6 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     preset = find_preset(name) if base is None else replace(find_preset(name), model=base)
     model = _model_shape(config, preset, 2**63 if facts.rows else facts.tokens, facts.vocab_size)
     optimizer = auto_optimizer(config, model)
-    check_heads(model, config.tensor)
     facts = facts.with_own_teachers(config.teachers or 0, model)
     _check_contexts(model, config, facts.teachers)
     if base is not None:
@@ -450,17 +443,6 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
     return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
 
 
-def check_heads(model: GPTConfig, tensor: int) -> None:
-    """Raises `UserError` unless ``tensor`` divides the number of key/value heads, and therefore of query heads, and the
-    MLP's width."""
-    for what, size in (("heads", model.kv_heads), ("MLP units", model.mlp_width)):
-        if size % tensor:
-            raise UserError(
-                f"the model's {size:,} {what} cannot be split evenly over {tensor} processes (--tensor {tensor})",
-                "use one of " + ", ".join(map(str, divisors(math.gcd(model.kv_heads, model.mlp_width)))),
-            )
-
-
 def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: tuple[GPTConfig, ...]) -> None:
     """Raises `UserError` for a teacher with a shorter context than the model's."""
     own = [f"{number}" for number in range(1, (config.teachers or 0) + 1)]
@@ -554,7 +536,7 @@ def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows:
     memory."""
     if config.dropout is None and config.init is None and (config.teachers or not facts.teachers):
         model = replace(model, dropout=DROPOUT)
-    setup = replace(_memory_setup(config, auto_optimizer(config, model), facts), recompute=config.recompute)
+    setup = replace(_memory_setup(config, model, auto_optimizer(config, model), facts), recompute=config.recompute)
     if config.micro_batch == "auto":
         return with_largest_micro_batch(model, setup, rows, facts.memory)
     return with_loss_chunks(
@@ -562,47 +544,52 @@ def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows:
     )
 
 
-def _memory_setup(settings: TrainConfig | Recipe, optimizer: Optimizer, facts: Facts) -> Setup:
+def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: Optimizer, facts: Facts) -> Setup:
+    adapters = {}
+    if settings.lora_rank:
+        roles = lora.find_roles(settings.lora_targets or "all", model)
+        adapters = lora.adapter_shapes(model, settings.lora_rank, roles)
     return Setup(
         dtype=facts.dtype,
         optimizer=optimizer,
         data=facts.processes,
         shard=settings.shard == "full",
-        tensor=settings.tensor,
         device="cuda" if facts.device == "cuda" else "cpu",
         teachers=facts.teachers,
+        adapters=tuple(adapters.values()),
+        whole_gradients=accumulates_whole(model, facts.memory),
     )
 
 
 def check_model(recipe: Recipe, facts: Facts) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
-    memory. Otherwise, the system would kill the process. Skips adapters, because their moments are small."""
-    model, memory = recipe.model, facts.memory
-    if recipe.lora_rank:
-        return
+    memory. Otherwise, the system would kill the process."""
+    model, memory, here = recipe.model, facts.memory, facts.local_processes
     facts = facts.with_own_teachers(recipe.n_teachers, model)
-    setup = _memory_setup(recipe, recipe.optimizer, facts)
+    setup = _memory_setup(recipe, model, recipe.optimizer, facts)
+    is_read = facts.teachers and not facts.rows and can_read(facts.tokens, recipe)
+    codes = facts.tokens * model.vocab_size if is_read else 0  # once per machine
     step = count_step_memory(model, setup)
-    n_bytes = (
-        step.parameters
-        + step.gradients
-        + step.optimizer
-        + step.teachers
-        + (step.snapshot if setup.device == "cpu" else 0)
-    )
+    n_bytes = step.minimum + (step.snapshot + codes // here if setup.device == "cpu" else 0)
     if n_bytes > memory:
         raise UserError(
             f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
             f"optimizer state{', teachers' * bool(facts.teachers)}), but only {memory / 1e9:,.1f} GB are available",
-            "use a smaller --preset; gpt params PRESET --devices 1 shows what each needs",
+            "use a smaller model (--preset, or --init); gpt params MODEL --devices 1 shows what each needs",
         )
-    copies, host_bytes = step.snapshot * (facts.local_processes if recipe.is_sharded else 1), facts.host_memory
+    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1) + codes, facts.host_memory
     if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
-            f"checkpoints copy weights and optimizer state to host memory: {copies / 1e9:,.1f} GB, but only "
-            f"{host_bytes / 1e9:,.1f} GB are available",
-            "use a smaller --preset, or more machines with --shard full",
+            f"checkpoints{' and probabilities of teachers' * bool(codes)} take {copies / 1e9:,.1f} GB of host memory, "
+            f"but only {host_bytes / 1e9:,.1f} GB are available",
+            "use a smaller model, or more machines with --shard full",
         )
+
+
+def can_read(tokens: int, recipe: Recipe) -> bool:
+    """Whether teachers read a text of so many tokens before the run."""
+    V = recipe.model.vocab_size
+    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
 
 def parse_micro_batch(text: str, rows: int) -> int:

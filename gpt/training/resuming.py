@@ -26,7 +26,7 @@ from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, find_token_folder, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
-from gpt.training.recipe import Recipe, check_even_split, check_heads, parse_micro_batch
+from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
 from gpt.training.state import SavedState, TrainState, read_saved_state
 from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 from gpt.words import counted
@@ -37,7 +37,6 @@ CHANGEABLE_OPTIONS = (
     "steps",
     "nproc",
     "shard",
-    "tensor",
     "recompute",
     "device",
     "threads",
@@ -305,7 +304,7 @@ def open_data(
 def apply_changes(
     recipe: Recipe, changes: Mapping[str, Any], state: TrainState, note: Callable[[str], None], processes: int = 1
 ) -> Recipe:
-    """Applies ``changes`` to the recipe, for ``processes`` data ranks. Raises `UserError` for fewer steps or a batch
+    """Applies ``changes`` to the recipe, for ``processes`` ranks. Raises `UserError` for fewer steps or a batch
     that the processes cannot split evenly."""
     check_even_split(recipe.rows, processes)
     if recipe.ramp and recipe.ramp.by % processes:
@@ -317,15 +316,14 @@ def apply_changes(
     if share % recipe.micro_batch:
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
     steps, micro_batch = changes.get("steps"), changes.get("micro_batch")
-    for name in ("keep", "shard", "tensor", "recompute"):
+    for name in ("keep", "shard", "recompute"):
         value, current = changes.get(name), getattr(recipe, name)
         if value not in (None, current):
             recipe = replace(recipe, **{name: value})
             if name != "keep":
                 note(f"--{name} {value} instead of {current}: equal up to rounding")
-    check_heads(recipe.model, recipe.tensor)
     if recipe.lora_rank and recipe.is_sharded:
-        raise UserError("adapters do not support sharded weights", "leave out --shard and --tensor")
+        raise UserError("adapters do not support sharded weights", "leave out --shard")
     if micro_batch not in (None, "auto"):
         recipe = replace(recipe, micro_batch=parse_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")

@@ -105,7 +105,6 @@ def resume(
 def check_machine(config: TrainConfig, world: World) -> Compute:
     """Chooses the device before rank 0 tokenizes. Raises `UserError` if this rank cannot train on it, or cannot log."""
     logs.check(config.log)
-    world.divide(config.tensor)
     compute = device.pick(config.device, config.dtype, training=True)
     world.place(compute)
     return compute
@@ -130,7 +129,6 @@ def open_inputs(started: StartedRun, changes: Mapping[str, Any], session: Sessio
     world = session.world
 
     def open_here() -> Inputs:
-        world.divide(int(changes.get("tensor", (started.recipe or started.config).tensor)))
         compute = world.place(restore_compute(started, changes, world.size, session.note))
         if prepared is not None:
             inputs = replace(prepared, compute=compute)
@@ -153,7 +151,7 @@ def find_facts(inputs: Inputs, world: World) -> Facts:
     data, init = inputs.data, inputs.init
     return Facts.on(
         inputs.compute, bytes=data.bytes, tokens=data.tokens, vocab_size=data.tokenizer.vocab_size,
-        held_out=data.held_out_tokens > 0, processes=world.data_size, local_processes=world.local_size, rows=data.rows,
+        held_out=data.held_out_tokens > 0, processes=world.size, local_processes=world.local_size, rows=data.rows,
         base=init.model if init else None, teachers=tuple(teacher.model for teacher in inputs.teachers),
     )  # fmt: skip
 
@@ -194,7 +192,7 @@ def open_run(
     state = started.saved.state if started.saved else TrainState()
 
     def change() -> Recipe:
-        changed = apply_changes(recipe, changes, state, session.note, world.data_size)
+        changed = apply_changes(recipe, changes, state, session.note, world.size)
         check_model(changed, facts)
         return changed
 

@@ -10,6 +10,7 @@ from gpt.config import Arch, TrainConfig, find_preset
 from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
+from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import Facts, plan
 from gpt.training.step import Stepper
@@ -87,7 +88,8 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
     recipe = plan(replace(timing_config, **run_settings), facts)
     model = GPT(recipe.model).to(compute.device)
     optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype)
-    stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+    stepper = Stepper(Single(model, optimizer, compute), recipe)
+    fit_micro_batch(stepper, T)
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, recipe.model.block_size))
     for _ in range(TIMING_STEPS[0]):
         stepper.step(ids, ids, 0.0).read()

@@ -156,7 +156,7 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
     Checks names, shapes and dtypes before reading. Each process keeps only its part. Raises `UserError` for damaged
     files.
     """
-    moments = strategy.optimizer.shapes(strategy.own, strategy.shapes)
+    moments = strategy.optimizer.shapes(strategy.shapes)
     moment_shapes = {MOMENT + name: shape for name, shape in moments.items()}
     # Allows unused states too, since a run can resume on another type of GPU.
     rng_shapes = {"torch": tuple(torch.get_rng_state().shape), "cuda": (16,), "mps": (44,)}

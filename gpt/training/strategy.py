@@ -3,32 +3,33 @@
 import contextlib
 import dataclasses
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
+from gpt import device
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.evaluate import Window
 from gpt.interrupt import Stopped, StopSignal
 from gpt.model import lora
 from gpt.model.decoder import GPT
-from gpt.model.params import breakdown
-from gpt.parallel.world import COLLECTIVE_TIMEOUT, World
-from gpt.runs import checkpoint
+from gpt.model.memory import accumulates_whole
+from gpt.model.params import named_parameters
+from gpt.parallel.gather import CheckpointGatherer, Exchange, ShardExchange
+from gpt.parallel.world import World
+from gpt.runs import adapter, checkpoint
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.optim import BETAS, Muon, Optimizers, make_optimizer, scaled_directions, unfuse
+from gpt.training.optim import BETAS, Optimizers, make_optimizer
 from gpt.training.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -36,42 +37,47 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WEIGHT, MOMENT = "weight:", "optimizer:"  # prefixes of tensor names in a state
-WHOLE_GRADIENTS = 0.25  # maximum share of device memory that unsharded gradients may take
 
 
 class Strategy:
     """A model, its optimizers, and this process's share of the work. The base methods are for a single process.
 
-    ``model`` computes forward passes. ``own`` has the parameters that this process updates and saves, as plain tensors.
+    ``model`` computes forward passes. ``optimizer.parameters`` are what this process updates and saves: plain tensors.
     """
 
-    can_retry = True  # whether a step can be repeated with smaller micro-batches after an OOM
-    needs_trial = False  # whether to try a larger micro-batch before the step, because no rank can repeat it alone
-
     def __init__(self, model: GPT, optimizer: Optimizers, compute: Compute, world: World | None = None) -> None:
-        self.model = self.own = model
-        self.optimizer, self.compute, self.world = optimizer, compute, world or World()
+        self.model, self.optimizer, self.compute, self.world = model, optimizer, compute, world or World()
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The full shapes of the trained parameters, by name."""
-        return {name: tuple(p.shape) for name, p in self.own.named_parameters() if p.requires_grad}
+        return {name: tuple(p.shape) for name, p in self.optimizer.parameters.items()}
 
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler. Only float16 enables it."""
         return torch.amp.GradScaler(self.compute.device.type, enabled=self.compute.dtype == torch.float16)
 
     def wrap(self, objective: nn.Module) -> nn.Module:
-        """Returns a module whose backward pass averages gradients over data ranks, except inside `no_sync`."""
+        """Returns a module whose backward pass averages gradients over ranks, except inside `no_sync`."""
         return objective
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         """A context in which backward passes accumulate gradients without an all-reduce."""
         return contextlib.nullcontext()
 
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        """A context for a backward pass whose gradients are not used. In it, replicas don't wait for each other, so one
+        of them can fail."""
+        return contextlib.nullcontext()
+
+    def zero_grad(self) -> None:
+        """Frees all gradients, including those of a failed backward pass."""
+        self.model.zero_grad()
+        self.optimizer.zero_grad()
+
     def backward_loss(self, loss: Tensor) -> Tensor:
-        """Scales the loss so that its gradients, averaged over data ranks, are the sum of all ranks' gradients."""
-        return loss
+        """Scales the loss so that its gradients, averaged over ranks, are the sum of all ranks' gradients."""
+        return loss * self.world.size if self.world.size > 1 else loss
 
     def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
         """Unscales the gradients, clips them by their global norm, and returns the norm."""
@@ -92,22 +98,51 @@ class Strategy:
         compute it."""
         return self.world.broadcast_object(work)
 
-    def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        """Loads a checkpoint's model for evaluation."""
-        return checkpoint.load(path, compute.device).model
+    @property
+    def evaluation_compute(self) -> Compute:
+        """The device and dtype of the last evaluation: the default of `gpt eval`, so that `gpt eval` reproduces the
+        loss."""
+        if self.compute.dtype == torch.float32:
+            return self.compute
+        return device.pick(str(self.compute.device), "auto")
+
+    def load(self, path: Path, recipe: Recipe) -> None:
+        """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
+        `gpt eval` does."""
+        if recipe.lora_rank:
+            self._load_merged(path, recipe)
+        else:
+            weights: dict[str, Tensor] = {}
+            checkpoint.load_parts(path, recipe.model, weights.__setitem__)
+            self.restore({WEIGHT + name: self.part(WEIGHT + name, tensor) for name, tensor in weights.items()})
+
+    @torch.no_grad()
+    def _load_merged(self, path: Path, recipe: Recipe) -> None:
+        """Reads the base model again, one parameter at a time, because its dtype in training can be too narrow."""
+        self.model.build_position_tables(self.compute.device)
+        adapters, roles = adapter.tensors(path, recipe.model, recipe.lora_rank)
+        for name, p in self.model.named_parameters():
+            if name in adapters:
+                p.zero_()
+
+        def put(name: str, value: Tensor) -> None:
+            p = self.model.get_parameter(name)
+            p.data = value.to(p.device, self.evaluation_compute.dtype, copy=True)
+
+        checkpoint.load_parts(adapter.read(path).find_base(path), recipe.model, put)
+        lora.merge(self.model, adapters, recipe.lora_alpha / recipe.lora_rank, roles)
 
     def state(self) -> dict[str, Tensor]:
         """The trained weights and moments that this process copies into snapshots, by prefixed name."""
-        weights = {WEIGHT + name: p.detach() for name, p in self.own.named_parameters() if p.requires_grad}
-        return weights | {MOMENT + name: tensor for name, tensor in self.optimizer.state(self.own).items()}
+        weights = {WEIGHT + name: p.detach() for name, p in self.optimizer.parameters.items()}
+        return weights | {MOMENT + name: tensor for name, tensor in self.optimizer.state().items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Sets the weights that ``state`` has, and replaces all moments."""
-        weights = dict(self.own.named_parameters())
         with torch.no_grad():
             for name, tensor in _with_prefix(state, WEIGHT).items():
-                weights[name].copy_(tensor)
-        self.optimizer.restore(self.own, _with_prefix(state, MOMENT))
+                self.optimizer.parameters[name].copy_(tensor)
+        self.optimizer.restore(_with_prefix(state, MOMENT))
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """Returns this process's part of a full tensor of the state."""
@@ -131,8 +166,6 @@ class Single(Strategy):
 class Replicated(Strategy):
     """One of several processes, each with a full replica in torch's `DistributedDataParallel`."""
 
-    needs_trial = True
-
     def wrap(self, objective: nn.Module) -> nn.Module:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # torch will rename broadcast_buffers.
@@ -144,8 +177,8 @@ class Replicated(Strategy):
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.wrapped.no_sync()
 
-    def backward_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.world.data_size
+    def trial(self) -> contextlib.AbstractContextManager[object]:
+        return self.no_sync()
 
     def windows(self, items: Iterable[Window]) -> Iterable[Window]:
         """Returns every ``size``-th window."""
@@ -159,35 +192,27 @@ class Replicated(Strategy):
         """Restores rank 0's ``state`` on all ranks."""
         moments = self.world.broadcast_object(lambda: sorted(_with_prefix(state, MOMENT)))
         if not self.world.is_main:
-            shapes = self.optimizer.shapes(self.own)
+            shapes = self.optimizer.shapes(self.shapes)
             state = {MOMENT + name: torch.zeros(shapes[name]) for name in moments}
         super().restore(state)
-        local_state = self.optimizer.state(self.own)
-        weights = (p.detach() for p in self.own.parameters() if p.requires_grad)
+        local_state = self.optimizer.state()
+        weights = (p.detach() for p in self.optimizer.parameters.values())
         self.world.broadcast([*weights, *(local_state[name] for name in moments)])
 
 
 class Sharded(Strategy):
     """One of several processes, each with a shard of every parameter. Forward passes are collective."""
 
-    can_retry = False
-
     def __init__(self, sharded: "ShardedModel", optimizer: Optimizers, compute: Compute, world: World) -> None:
-        from gpt.parallel.gather import CheckpointGatherer
-
         super().__init__(sharded.model, optimizer, compute, world)
-        self.sharded, self.own = sharded, sharded.own
-        tensors = {WEIGHT + name: p for name, p in sharded.table.items()}
-        for name, shape in optimizer.shapes(sharded.own).items():
-            if shape:
-                tensors[MOMENT + name] = sharded.table[name.rpartition(".")[0]]
-        self.gatherer = CheckpointGatherer(
-            sharded.grid, tensors, dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
-        )
+        self.sharded = sharded
+        full = {WEIGHT + name: shape for name, shape in self.shapes.items()}
+        full |= {MOMENT + name: shape for name, shape in optimizer.shapes(self.shapes).items() if shape}
+        self.gatherer = CheckpointGatherer(full)
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: p.shape for name, p in self.sharded.table.items()}
+        return {name: p.shape for name, p in named_parameters(self.model.config).items() if p.trained}
 
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler. An overflow on one rank skips the step on all ranks."""
@@ -196,26 +221,39 @@ class Sharded(Strategy):
         enabled = self.compute.dtype == torch.float16
         return ShardedGradScaler(self.compute.device.type, enabled=enabled, process_group=self.world.gradients)
 
+    @property
+    def evaluation_compute(self) -> Compute:
+        """As for one process, but on a GPU, blocks are gathered in the dtype of the training steps."""
+        return self.compute if self.compute.device.type == "cuda" else super().evaluation_compute
+
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.sharded.no_sync()
 
-    def backward_loss(self, loss: Tensor) -> Tensor:
-        return loss * self.world.data_size
+    def zero_grad(self) -> None:
+        self.sharded.abandon_backward()
+        super().zero_grad()
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        super().restore(state)
+        self.sharded.abandon_backward()  # After an evaluation, the gathered embeddings are still the old ones.
 
     def clip_grad_norm(self, scaler: torch.amp.GradScaler, max_norm: float) -> Tensor:
         self.sharded.collect()
         for optimizer in self.optimizer.optimizers:
             scaler.unscale_(optimizer)
-        return self.sharded.clip_grad_norm(max_norm)
+        parameters = list(self.optimizer.parameters.values())
+        own_norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        norm = self.world.all_reduce(own_norm.square()).sqrt()
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
 
     def windows(self, items: Iterable[Window]) -> Iterator[Window]:
-        """Yields every ``data_size``-th window. All ranks yield the same number of windows; a rank's last window can be
+        """Yields every ``size``-th window. All ranks yield the same number of windows; a rank's last window can be
         padding."""
-        rank, size = self.world.data_rank, self.world.data_size
         windows = iter(items)
-        while group := list(islice(windows, size)):
-            window = group[min(rank, len(group) - 1)]
-            yield window if rank < len(group) else dataclasses.replace(window, skipped=len(window.y))
+        while group := list(islice(windows, self.world.size)):
+            window = group[min(self.world.rank, len(group) - 1)]
+            yield window if self.world.rank < len(group) else dataclasses.replace(window, skipped=len(window.y))
 
     def until_stopped(self, stop: StopSignal, items: Iterable[T]) -> Iterator[T]:
         """Yields the items until rank 0's deadline. After a signal to any rank, all raise `Stopped`. So no rank waits
@@ -231,19 +269,14 @@ class Sharded(Strategy):
     def compute_on_all(self, work: Callable[[], T]) -> T:
         return work()
 
-    def load(self, path: Path, recipe: Recipe, compute: Compute) -> GPT:
-        return shard(recipe, compute, self.world, path).model
-
     def part(self, name: str, full: Tensor) -> Tensor:
-        if name not in self.gatherer.tensors:
-            return full
-        return self.sharded.grid.part(self.gatherer.tensors[name], self.sharded.rank).take(full)
+        return full[self.gatherer.rows(name, self.world.rank)].clone() if name in self.gatherer.shapes else full
 
     def full_tensor(self, name: str, part: Tensor) -> Array | Deferred:
         """Returns a tensor that is gathered from all ranks when the file is written."""
-        if name not in self.gatherer.tensors:
+        if name not in self.gatherer.shapes:
             return part.numpy()
-        return Deferred(self.gatherer.tensors[name].shape, partial(self.gatherer.full_tensor, name, part.numpy()))
+        return Deferred(self.gatherer.shapes[name], partial(self.gatherer.full_tensor, name, part.numpy()))
 
     def finish_save(self) -> None:
         self.gatherer.finish()
@@ -251,38 +284,6 @@ class Sharded(Strategy):
     def serve(self, state: Mapping[str, Tensor]) -> None:
         """Sends shards until rank 0 calls `finish_save`."""
         self.gatherer.send(state)
-
-
-class ShardedMuon(Muon):
-    """Muon for sharded parameters. Each rank orthogonalizes an equal share of the gathered matrices."""
-
-    def __init__(self, sharded: "ShardedModel", *args: Any) -> None:
-        """``args`` are `Muon`'s arguments, with parameters of ``sharded.own``."""
-        from gpt.parallel.gather import MatrixExchange
-
-        super().__init__(*args)
-        params = {p for group in self.param_groups for p in group["params"]}
-        self.names = {p: name for name, p in sharded.own.named_parameters() if p in params}
-        by_kind: dict[str, list[str]] = defaultdict(list)
-        for name in self.names.values():
-            by_kind[name.split(".", 2)[2]].append(name)  # The key omits "h.0.".
-        self.exchanges = {tuple(names): MatrixExchange(sharded, names[0], len(names)) for names in by_kind.values()}
-
-    def apply(self, updates: Sequence[tuple[Tensor, Tensor, dict[str, Any]]], scale: float | Tensor) -> None:
-        """Subtracts each parameter's orthogonalized update times ``scale``, 0 or 1."""
-        by_name = {self.names[p]: (p, update, group) for p, update, group in updates}  # type: ignore[index]
-        for names, exchange in self.exchanges.items():
-            named_updates = [by_name[name] for name in names]
-            group = named_updates[0][2]
-
-            def directions(full_updates: list[Tensor], fused: tuple[int, ...] = group["fused"]) -> list[Tensor]:
-                scaled = scaled_directions([matrix for full in full_updates for matrix in unfuse(full, fused)])
-                count = len(scaled) // len(full_updates)
-                return [torch.cat(scaled[i : i + count]) for i in range(0, len(scaled), count)]
-
-            own_directions = exchange([update.to(self.dtype) for _, update, _ in named_updates], directions)
-            for (p, _, _), direction in zip(named_updates, own_directions, strict=True):
-                p.sub_(direction * scale, alpha=group["lr"])
 
 
 def make_strategy(
@@ -295,8 +296,10 @@ def make_strategy(
     if recipe.is_sharded:
         sharded = shard(recipe, compute, world, path, init)
         sharded.model.recompute = recipe.recompute
-        muon = partial(ShardedMuon, sharded)
-        optimizer = make_optimizer(sharded.own, recipe.optimizer, recipe.weight_decay, compute.dtype, world, muon)
+        exchange, weight_decay = ShardExchange(world), recipe.weight_decay
+        optimizer = make_optimizer(
+            sharded.model, recipe.optimizer, weight_decay, compute.dtype, exchange, sharded.parameters
+        )
         return Sharded(sharded, optimizer, compute, world)
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
@@ -314,9 +317,10 @@ def make_strategy(
                 "common ranks are 4 to 64",
             )
         adapters = lora.adapt(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets)
-        optimizer = Optimizers([AdamW(adapters, lr=0.0, betas=BETAS, weight_decay=recipe.weight_decay, fused=True)])
+        adamw = AdamW(adapters, lr=0.0, betas=BETAS, weight_decay=recipe.weight_decay, fused=True)
+        optimizer = Optimizers([adamw], {name: p for name, p in model.named_parameters() if p.requires_grad})
     else:
-        optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype, world)
+        optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype, Exchange(world))
     return (Replicated if world.size > 1 else Single)(model, optimizer, compute, world)
 
 
@@ -327,14 +331,11 @@ def shard(
 
     Untrained weights are the same as in a single process.
     """
-    from gpt.parallel.shard import Grid, ShardedModel, initialize_parameters  # FSDP takes seconds to import.
+    from gpt.parallel.shard import ShardedModel, initialize_parameters  # FSDP takes seconds to import.
 
-    grid = Grid(world.data_size, recipe.tensor, recipe.shard == "full")
     mesh = world.mesh(compute.device.type)
-    gradient_bytes = 4 * breakdown(recipe.model).trainable // recipe.tensor
-    accumulates_whole = gradient_bytes < WHOLE_GRADIENTS * compute.memory()
-    sharded = ShardedModel(recipe.model, grid, mesh, compute.dtype, world.gradients, accumulates_whole)
-    sharded.allocate(compute.device)
+    whole = accumulates_whole(recipe.model, compute.memory())
+    sharded = ShardedModel(recipe.model, mesh, compute.device, compute.dtype, whole)
     if path is not None:
         checkpoint.load_parts(path, recipe.model, sharded.fill)
     elif init is not None:

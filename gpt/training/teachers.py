@@ -135,13 +135,18 @@ class Teachers:
     @torch.no_grad()
     def __call__(self, x: Tensor) -> list[Tensor]:
         """Computes each teacher's residual stream for ids x, (rows, T). Returns the streams, (rows, T, C), each with
-        its teacher's unembedding, (V, C). The loss turns them into probabilities, a chunk at a time. After `read`,
-        returns dummy codes of the right shape, for compilation."""
-        if self.codes is not None:
-            return [torch.ones(*x.shape, self.codes.shape[1], dtype=torch.uint8, device=x.device)]
+        its teacher's unembedding, (V, C). The loss turns them into probabilities, a chunk at a time. After `read`, the
+        batches have the probabilities."""
+        assert self.codes is None, "the batch has lost its teachers' probabilities"
         with self.compute.autocast():
             pairs = [(model.trunk(x).contiguous(), model.unembedding.detach()) for model in self.models]
         return [tensor for pair in pairs for tensor in pair]
+
+    def placeholder(self, x: Tensor) -> list[Tensor]:
+        """Returns tensors of the shapes that the loss gets with a batch x, for trials of a step."""
+        if self.codes is None:
+            return self(x)
+        return [torch.ones(*x.shape, self.codes.shape[1], dtype=torch.uint8, device=x.device)]
 
 
 def find_teacher(name: str) -> InitCheckpoint:

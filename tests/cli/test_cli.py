@@ -378,19 +378,20 @@ def test_sample_beyond_the_context_prints_a_note(gpt: Gpt, run_folder: Path) -> 
 @pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])
 def test_commands_work_with_limited_output_encodings(run_folder: Path, encoding: str) -> None:
     env = {**os.environ, "PYTHONIOENCODING": encoding, "PYTHONUTF8": "0"}
-    code = "from gpt_cli.main import run; run()"
-    for args in (
-        ["sample", "🐕 日本語", "-n", "3", "--seed", "1", "-m", str(run_folder)],
+    sample = ["-n", "3", "--seed", "1", "-m", str(run_folder)]
+    commands = [
+        ["sample", "🐕 日本語", *sample],
         ["inspect", "attention", "Zürich 🐕 cat", "-m", str(run_folder)],
         ["params", "gpt2"],
         ["--help"],
-    ):
-        result = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=False)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout
-    args = ["sample", "é 🐕", "-n", "3", "--seed", "1", "-m", str(run_folder), "--json"]
-    result = subprocess.run([sys.executable, "-c", code, *args], env=env, capture_output=True, check=True)
-    assert json.loads(result.stdout.decode(encoding))["prompt"] == "é 🐕"
+        ["sample", "é 🐕", *sample, "--json"],
+    ]
+    code = "import json, sys; from gpt_cli.main import main; [print(main(words)) for words in json.loads(sys.argv[1])]"
+    process = [sys.executable, "-c", code, json.dumps(commands)]
+    result = subprocess.run(process, env=env, capture_output=True, check=True)
+    *lines, sample_json, status = result.stdout.decode(encoding).splitlines()
+    assert [line for line in [*lines, status] if line.isdigit()] == ["0"] * len(commands), result.stderr
+    assert json.loads(sample_json)["prompt"] == "é 🐕"
 
 
 # gpt eval

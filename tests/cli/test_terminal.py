@@ -1,12 +1,15 @@
 """Control characters are escaped on terminals, and unchanged in pipes."""
 
+import contextlib
+import io
 import json
 import os
-import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
+import gpt_cli.main
 import pytest
 from conftest import Gpt
 
@@ -16,48 +19,52 @@ CONTROL = "\x1b]0;owned\x07\x1b[2J\r\x08\x9b31m\x7f\u202e\u2066"
 ESCAPED = "␛]0;owned␇␛[2J␍␈\\u009b31m␡\\u202e\\u2066"
 
 
-def run_on_terminal(*args: str | Path, cwd: Path, stdin: bytes = b"", **env: str) -> tuple[int, str]:
-    """Returns the exit status and the terminal's output."""
-    controller, terminal = os.openpty()
-    output = bytearray()
+Run = Callable[..., tuple[int, str]]
 
-    def read_output() -> None:
-        try:
-            while data := os.read(controller, 2**16):
-                output.extend(data)
-        except OSError:  # Linux reports the end of output as an error.
-            pass
 
-    code = "from gpt_cli.main import run; run()"
-    settings = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "200", **env}
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, *map(os.fsencode, args)],
-        cwd=cwd, stdin=subprocess.PIPE, stdout=terminal, stderr=terminal, env=settings,
-    )  # fmt: skip
-    os.close(terminal)
-    thread = threading.Thread(target=read_output)
-    thread.start()
-    process.communicate(stdin, timeout=120)
-    thread.join()
-    os.close(controller)
-    return process.returncode, output.decode().replace("\r\n", "\n")  # The terminal adds carriage returns.
+@pytest.fixture
+def run_on_terminal(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in this process, on a pseudo-terminal. Returns the exit status and the terminal's output."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: str | Path, stdin: bytes = b"") -> tuple[int, str]:
+        controller, terminal = os.openpty()
+        output = bytearray()
+
+        def read_output() -> None:
+            with contextlib.suppress(OSError):  # Linux reports the end of output as an error.
+                while data := os.read(controller, 2**16):
+                    output.extend(data)
+
+        thread = threading.Thread(target=read_output)
+        thread.start()
+        with capfd.disabled(), monkeypatch.context() as patch, open(terminal, "w", encoding="utf-8") as screen:
+            patch.setattr(sys, "stdout", screen)
+            patch.setattr(sys, "stderr", screen)
+            patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), newline="\n"))
+            code = gpt_cli.main.main([str(arg) for arg in args])
+        thread.join()
+        os.close(controller)
+        return code, output.decode().replace("\r\n", "\n")  # The terminal adds carriage returns.
+
+    return run
 
 
 def is_printable(text: str) -> bool:
     return all(char.isprintable() or char in "\n\t" for char in text)
 
 
-@pytest.mark.slow
-def test_errors_show_control_characters(workdir: Path) -> None:
+def test_errors_show_control_characters(run_on_terminal: Run, workdir: Path) -> None:
     Path("c.toml").write_text(f"{json.dumps(CONTROL)} = 3\n", encoding="utf-8")
-    code, output = run_on_terminal("train", "--config", "c.toml", cwd=workdir)
+    code, output = run_on_terminal("train", "--config", "c.toml")
     assert (code, output.count("\x1b[1;31m")) == (2, 1)  # rich prints the error in red.
     assert f'c.toml: unknown key "{ESCAPED}"' in output
     name = CONTROL.replace("/", "")
-    code, output = run_on_terminal("sample", "x", "-m", name, cwd=workdir)
+    code, output = run_on_terminal("sample", "x", "-m", name)
     assert code == 2
     assert f"there is no run or checkpoint {ESCAPED}" in output
-    code, output = run_on_terminal("train", name, "--debug", cwd=workdir)
+    code, output = run_on_terminal("train", name, "--debug")
     assert "Traceback" in output
     assert "\x1b[2J" not in output
 
@@ -67,35 +74,31 @@ def test_pipes_get_raw_control_characters(gpt: Gpt, workdir: Path) -> None:
     assert 'unknown key "\x1b[31m\u202e"' in gpt("train", "--config", "c.toml").err
 
 
-@pytest.mark.slow
-def test_samples_show_control_characters(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_samples_show_control_characters(gpt: Gpt, run_on_terminal: Run, run_folder: Path) -> None:
     args = ["sample", CONTROL, "-m", run_folder, "-n", "60", "-t", "100", "--seed", "1"]
-    code, output = run_on_terminal(*args, cwd=workdir)
+    code, output = run_on_terminal(*args)
     assert code == 0
     text = output[output.index(ESCAPED) :].partition("\n\x1b[2m")[0]  # A note follows the text.
     assert is_printable(text)
     piped = gpt(*args).out
     assert piped.startswith(CONTROL)
     assert any(ord(char) < 32 and char not in "\n\t" for char in piped.removeprefix(CONTROL))
-    code, session = run_on_terminal(
-        "sample", "-i", "-m", run_folder, "-n", "0", cwd=workdir, stdin=CONTROL.encode() + b"\n"
-    )
+    code, session = run_on_terminal("sample", "-i", "-m", run_folder, "-n", "0", stdin=CONTROL.encode() + b"\n")
     assert ESCAPED in session
 
 
-@pytest.mark.slow
-def test_json_on_a_terminal_is_escaped_but_equal(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
+def test_json_on_a_terminal_is_escaped_but_equal(gpt: Gpt, run_on_terminal: Run, run_folder: Path) -> None:
     args = ["sample", CONTROL, "-m", run_folder, "-n", "5", "--seed", "1", "--json"]
-    _, output = run_on_terminal(*args, cwd=workdir)
+    _, output = run_on_terminal(*args)
     line = next(line for line in output.split("\n") if line.startswith("{"))
     assert is_printable(line)
     assert json.loads(line) == json.loads(gpt(*args).out)
     assert "\u202e" in gpt(*args).out
 
 
-def test_decoded_bytes_show_control_characters(gpt: Gpt, workdir: Path) -> None:
+def test_decoded_bytes_show_control_characters(gpt: Gpt, run_on_terminal: Run) -> None:
     args = ["tokenizer", "decode", "27 91 50 74 255 10", "--tokenizer", "bytes"]
-    assert run_on_terminal(*args, cwd=workdir) == (0, "␛[2J\\xff\n")
+    assert run_on_terminal(*args) == (0, "␛[2J\\xff\n")
     assert gpt(*args).out.startswith("\x1b[2J")
 
 

@@ -113,7 +113,8 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("arch", "positions"), [MODELS[0], *(pytest.param(*model, marks=pytest.mark.slow) for model in MODELS[1:])]
+    ("arch", "positions"),
+    [MODELS[0], *(pytest.param(*model, marks=pytest.mark.more) for model in MODELS[1:3]), MODELS[3]],
 )
 def test_texts_match_the_frozen_hashes(arch: str, positions: str) -> None:
     frozen = json.loads(FROZEN.read_text(encoding="utf-8"))[f"{arch} {positions}"]

@@ -1,20 +1,18 @@
 """Runs every command and Python example of the README and docs with few steps.
 
-Commands that need a network or never end are only parsed.
+Commands that need a network, a large model or an end are only parsed.
 """
 
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Done, make_text
 
-PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "ollama:", "gpt serve", "--log wandb")
+PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "ollama:", "gpt serve", "--log wandb", "bench -m gpt2")
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -36,6 +34,7 @@ def python_blocks(page: str) -> list[str]:
 @pytest.fixture
 def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     monkeypatch.setenv("GPT_TRAIN_STEPS", "2")
+    monkeypatch.setenv("GPT_TRAIN_EVAL_EVERY", "2")
     monkeypatch.setenv("GPT_TRAIN_BATCH_TOKENS", "256")
     monkeypatch.setenv("GPT_SAMPLE_MAX_TOKENS", "4")
     Path("book.txt").write_bytes(make_text(1500).encode())
@@ -74,27 +73,30 @@ def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
         assert result.out
 
 
+def run_example(code: str) -> None:
+    """Runs a Python example in this process, which has imported torch."""
+    exec(compile(code, "example", "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize(
     "page", [page for page, text in PAGES.items() if "import gpt\n" in "".join(python_blocks(text))]
 )
 def test_python_examples_run(page: str) -> None:
-    code = "\n".join(python_blocks(PAGES[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256")
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    run_example("\n".join(python_blocks(PAGES[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256"))
 
 
 @pytest.mark.usefixtures("few_steps")
-def test_transformers_example_generates_the_same_text(gpt: Callable[..., Done]) -> None:
+def test_transformers_example_generates_the_same_text(
+    gpt: Callable[..., Done], capfd: pytest.CaptureFixture[str]
+) -> None:
     page = (ROOT / "docs" / "publish.md").read_text(encoding="utf-8")
     train, sample, *_ = commands(page)
     assert gpt(*shlex.split(train)[1:]).code == 0
     ours = gpt(*shlex.split(sample)[1:])
     (block,) = python_blocks(page)
-    result = subprocess.run(
-        [sys.executable, "-c", block], capture_output=True, text=True, check=False, encoding="utf-8"
-    )
-    assert result.stdout == ours.out, result.stderr
+    run_example(block)
+    assert capfd.readouterr().out == ours.out
 
 
 def test_relative_links_exist() -> None:

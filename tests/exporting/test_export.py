@@ -17,7 +17,7 @@ import huggingface_hub
 import pytest
 import torch
 import yaml
-from conftest import FAST, Gpt, make_text, one_line_of_what_and_what_next, send, train
+from conftest import FAST, Gpt, make_text, more, one_line_of_what_and_what_next, send, train
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
@@ -507,7 +507,7 @@ def test_a_full_disk_leaves_nothing(run_folder: Path, gpt: Gpt, monkeypatch: pyt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("out", ["out", "out.gguf", "out.html"])
+@pytest.mark.parametrize("out", ["out", "out.gguf", more("out.html")])
 def test_a_concurrent_export_is_not_overwritten(run_folder: Path, chapter: Path, workdir: Path, out: str) -> None:
     stages: list[str] = []
 

@@ -186,7 +186,7 @@ def test_chat_model_is_the_same_through_every_door(name: str, tmp_path: Path) ->
     chats = tmp_path / "chats.jsonl"
     chats.write_text("\n".join(lines * 6))
     shape = {"n_layer": 1, "n_head": 2, "n_embd": 64, "block_size": 64, "arch": "modern", "tokenizer": form}
-    steps = {"chat": True, "steps": 120, "lr": 3e-3, "sample_every": 0, "dtype": "float32"}
+    steps = {"chat": True, "steps": 120, "lr": 3e-3, "eval_every": 120, "sample_every": 0, "dtype": "float32"}
     run = api.train(chats, out=str(tmp_path / "run"), **shape, **steps).run
     lora = api.train(chats, out=str(tmp_path / "lora"), init=str(run), lora_rank=2, **steps | {"steps": 5}).run
     doors = [run, tmp_path / "1.gguf", tmp_path / "folder", tmp_path / "2.gguf"]
@@ -227,9 +227,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageM
             folder = tmp_path_factory.mktemp("llama")
             text = folder / "text.txt"
             text.write_text(TEXT, encoding="utf-8")
-            models[name] = llama_cpp.train_model(
-                text, folder / "run", 200, n_layer=2, n_embd=96, batch_tokens=512, split_on="", **settings
-            )
+            shape = {"n_layer": 2, "n_embd": 96, "batch_tokens": 512, "split_on": "", "eval_every": 200}
+            models[name] = llama_cpp.train_model(text, folder / "run", 200, **shape, **settings)
         return models[name]
 
     return train

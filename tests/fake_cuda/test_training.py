@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from gpt.errors import device_failure, is_out_of_memory
 from gpt.model.decoder import GPT
 from gpt.runs import folder
 from gpt.training import step as stepping
+from gpt.training.gpu_step import GraphedStep
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import plan
 from gpt.training.step import Stepper
@@ -100,12 +102,12 @@ def test_chunked_logits_match_the_cpu(text: Path, disguise: Disguise, monkeypatc
 def test_rollback_after_nan_losses_discards_the_step_in_flight(
     text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Step 8 is in flight during the rollback and is discarded."""
+    """Step 8 is in flight during the rollback and is discarded. The first loss is that of the memory probe."""
     original, calls = stepping.tied_cross_entropy, []
 
     def compute_loss(*args: Any) -> Any:
         calls.append(1)
-        return original(*args) * (math.nan if 5 <= len(calls) <= 8 else 1)
+        return original(*args) * (math.nan if 6 <= len(calls) <= 9 else 1)
 
     monkeypatch.setattr(stepping, "tied_cross_entropy", compute_loss)
     with disguise():
@@ -162,6 +164,55 @@ def test_pair_losses_match_the_cpu(workdir: Path, disguise: Disguise) -> None:
     assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_cuda_graph_is_captured_once_or_its_failure_is_reported_once(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """The stand-in for a graph runs the step. A capture that fails leaves gradients behind."""
+    captures = []
+
+    def capture(step: Any, batch: Any) -> Any:
+        captures.append(1)
+        if fails:
+            weight = step.step.__self__.model.wte.weight
+            weight.grad = torch.ones_like(weight)
+            raise RuntimeError("operation not permitted when stream is capturing\nand more")
+        outcome = torch.zeros(2, device="cuda").unbind()
+
+        def replay() -> None:
+            for tensor, value in zip(outcome, step.step(*batch), strict=True):
+                tensor.copy_(value)
+
+        return Mock(replay=replay), batch, outcome, ()
+
+    monkeypatch.setattr(GraphedStep, "capture", capture)
+    _, cpu_events = train("cpu", steps=7, eval_every=3)
+    with disguise():
+        _, cuda_events = train("cuda", steps=7, eval_every=3)
+    assert len(captures) == 1
+    assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
+    message = "steps run without a CUDA graph, which is slower: operation not permitted when stream is capturing"
+    assert [note for note in notes(cuda_events) if "CUDA graph" in note] == [message] * fails
+
+
+def test_out_of_memory_before_the_first_step_halves_the_micro_batch(
+    text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trunk = GPT.trunk
+
+    def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
+        if self.training and len(idx) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return trunk(self, idx, *rest)
+
+    with disguise():
+        _, small_events = train("cuda", micro_batch="1", dropout=0.1)
+        monkeypatch.setattr(GPT, "trunk", limited)
+        _, little_events = train("cuda", micro_batch="4", dropout=0.1)
+    assert losses(little_events) == losses(small_events)
+    assert "out of memory: from now on, 1 of 4 sequences at once" in notes(little_events)
+
+
 def test_step_on_the_second_device_matches_the_cpu(disguise: Disguise) -> None:
     on_cpu = make_stepper(torch.device("cpu"))
     with disguise(2):
@@ -181,7 +232,7 @@ def make_stepper(device: torch.device) -> Stepper:
     torch.manual_seed(0)
     model = GPT(recipe.model).to(device)
     optimizer = make_optimizer(model, recipe.optimizer, 0.1, torch.float32)
-    return Stepper(Single(model, optimizer, compute), recipe, lambda n: None)
+    return Stepper(Single(model, optimizer, compute), recipe)
 
 
 def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:

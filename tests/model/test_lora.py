@@ -6,7 +6,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from conftest import Gpt, one_line_of_what_and_what_next, slow
@@ -146,6 +145,8 @@ def write_adapter(model: GPT, base: Path, path: Path, rank: int, targets: str = 
 @pytest.mark.parametrize("family", SHAPES)
 @pytest.mark.parametrize("targets", ["all", slow("attention"), "output,down", slow("query,value")])
 def test_peft_loads_gpt_adapters(family: str, targets: str, workdir: Path) -> None:
+    import peft  # The import takes seconds.
+
     config = SHAPES[family]
     if family == "gpt2" and targets == "query,value":
         targets = "query,key,value"
@@ -167,6 +168,8 @@ PEFT_TARGETS = {"gpt2": ["c_attn", "mlp.c_proj"], "llama": "all-linear", "qwen2"
 
 
 def make_peft_adapter(config: GPTConfig, workdir: Path, **settings: Any) -> tuple[Any, Path]:
+    import peft  # The import takes seconds.
+
     base = save_base(config, workdir / "base")
     targets = PEFT_TARGETS.get(config.layout, ["o_proj", "gate_proj"])
     lora_settings = {"r": 3, "lora_alpha": 7, "target_modules": targets, "init_lora_weights": False, **settings}
@@ -188,6 +191,8 @@ def test_gpt_loads_peft_adapters(family: str, use_rslora: bool, workdir: Path) -
 
 @pytest.mark.parametrize("family", SHAPES)
 def test_gradients_match_peft(family: str, workdir: Path) -> None:
+    import peft  # The import takes seconds.
+
     config = SHAPES[family]
     base = save_base(config, workdir / "base")
     model = checkpoint.load(base, CPU).model.train()
@@ -296,6 +301,8 @@ def test_lora_targets_without_a_rank_are_refused(gpt: Gpt, base: Path, second_te
 
 @pytest.mark.parametrize("family", ["gpt2", slow("qwen3")])
 def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Path) -> None:
+    import peft  # The import takes seconds.
+
     base = save_base(SHAPES[family], workdir / "base")
     result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
     record = json.loads((result.run / "run.json").read_text())

@@ -1,31 +1,38 @@
 """Memory estimates compared with real tensors and processes."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import ROOT, facts, make_text, more, slow
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, TrainConfig
 from gpt.device import Compute
-from gpt.model import decoder, kernels, memory
+from gpt.model import decoder, kernels, lora, memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
+from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
-from gpt.training.optim import make_optimizer
+from gpt.parallel.shard import ShardedModel
+from gpt.training.optim import Optimizers, make_optimizer
 from gpt.training.recipe import plan
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
@@ -112,28 +119,22 @@ def assert_estimates(estimate: int, used_bytes: int) -> None:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Tracks the bytes of live tensors and their peak in each phase."""
+    """Tracks the bytes of live tensors and their peak in each phase. Sharding resizes storages to free them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.sizes: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.now, self.phase, self.peaks = 0, "", Counter[str]()
+        self.storages: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.phase, self.peaks = "", Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         pytree.tree_map_only_(torch.Tensor, self.track, out)
-        self.peaks[self.phase] = max(self.now, self.peaks[self.phase])
+        self.peaks[self.phase] = max(sum(each.nbytes() for each in self.storages), self.peaks[self.phase])
         return out
 
     def track(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        if storage not in self.sizes:
-            self.sizes[storage] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self.release, storage.nbytes())
-
-    def release(self, n: int) -> None:
-        self.now -= n
+        if tensor.device.type != "meta" and not isinstance(tensor, DTensor):
+            self.storages.add(tensor.untyped_storage())
 
 
 def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
@@ -144,20 +145,26 @@ def peak_bytes(config: GPTConfig, setup: Setup, rows: int) -> Counter[str]:
     recipe = replace(recipe, model=config, loss_chunk=setup.loss_chunk)
     live = LiveBytes()
     with FakeTensorMode(allow_non_fake_inputs=True), live:
+        torch.set_default_dtype(compute.dtype if setup.adapters else torch.float32)
         model = GPT(config)
+        torch.set_default_dtype(torch.float32)
         if setup.recompute:
             for block in model.h:
                 block.forward = _recomputed(block.forward)
-        optimizer = make_optimizer(model, setup.optimizer, 0.1, compute.dtype)
-        stepper = Stepper(Single(model, optimizer, compute), recipe, lambda micro_batch: None)
+        if setup.adapters:
+            optimizer = Optimizers([torch.optim.AdamW(lora.adapt(model, RANK, 1.0), fused=True)], {})
+        else:
+            optimizer = make_optimizer(model, setup.optimizer, 0.1, compute.dtype)
+        stepper = Stepper(Single(model, optimizer, compute), recipe)
+
+        def step(skip: torch.Tensor, step: Callable[[torch.Tensor], None] = optimizer.step) -> None:
+            live.phase = live.phase.replace("gradients", "update")
+            step(skip)
+
+        optimizer.step = step  # type: ignore[method-assign]
         x = torch.zeros(rows, config.block_size, dtype=torch.long)
         for live.phase in ("first", "gradients"):
-            loss = stepper.gradients(x, x)
-            norm = stepper.strategy.clip_grad_norm(stepper.scaler, stepper.clip)
-            live.phase = live.phase.replace("gradients", "update")
-            optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
-            optimizer.zero_grad()
-            del loss, norm
+            stepper.update(x, x)
     return live.peaks
 
 
@@ -165,13 +172,12 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: checkpoint(forward, *args, use_reentrant=False)
 
 
-@pytest.fixture(autouse=True)
-def no_random_state(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Fake tensors have no random state to save."""
-    if "held" in request.node.name:
-        monkeypatch.setattr("gpt.training.step.random_states", lambda device: {})
+def with_adapters(config: GPTConfig, setup: Setup) -> tuple[GPTConfig, Setup, int]:
+    adapters = lora.adapter_shapes(config, RANK, lora.find_roles("all", config))
+    return config, replace(setup, adapters=tuple(adapters.values()), optimizer="adamw"), 2 * setup.micro_batch
 
 
+RANK = 8
 CASES = {
     "one micro-batch": (preset_shape(n_layer=2), Setup(4, False, optimizer="adamw"), 4),
     "muon": (preset_shape(n_layer=2), Setup(4, True), 8),
@@ -181,29 +187,69 @@ CASES = {
     "modern, again": (preset_shape("modern-16m", n_layer=3, vocab_size=300), Setup(16, True, recompute=True), 32),
     "windows": (preset_shape("modern-16m", n_layer=2, vocab_size=300, window=64), Setup(4, True), 8),
     "llama": (preset_shape("smollm2-135m", n_layer=2, block_size=256, tied=False), Setup(2, True), 4),
+    "adapters": with_adapters(preset_shape("smollm2-135m", n_layer=4, block_size=256), Setup(4, True)),
+    "adapters of gpt2": with_adapters(preset_shape(n_layer=4, block_size=256), Setup(4, True)),
+    "adapters, float32": with_adapters(
+        preset_shape("qwen3-0.6b", n_layer=4, block_size=256), Setup(2, True, "float32")
+    ),
+    "adapters, again": with_adapters(
+        preset_shape("qwen3-0.6b", n_layer=4, block_size=256), Setup(2, True, recompute=True)
+    ),
 }
+FAST_CASES = ("modern, again", "adapters")
 
 
 @pytest.mark.usefixtures("gpu_arithmetic")
-@pytest.mark.parametrize("name", ["modern, again", *(slow(name) for name in CASES if name != "modern, again")])
+@pytest.mark.parametrize("name", [name if name in FAST_CASES else slow(name) for name in CASES])
 def test_estimate_matches_memory_held_by_a_step_on_a_gpu(name: str) -> None:
     config, setup, rows = CASES[name]
     assert_peaks(count_step_memory(config, setup), peak_bytes(config, setup, rows))
 
 
 @pytest.mark.parametrize(
-    ("kind", "dropout", "dtype"),
+    ("kind", "dropout", "dtype", "adapts"),
     [
-        ("gpt2", 0.1, "float32"), slow("gpt2", 0.0, "bfloat16"), slow("modern", 0.0, "float32"),
-        slow("shared heads", 0.0, "bfloat16"), slow("llama", 0.0, "bfloat16"),
+        ("gpt2", 0.1, "float32", False), slow("gpt2", 0.0, "bfloat16", False), slow("modern", 0.0, "float32", False),
+        slow("shared heads", 0.0, "bfloat16", False), slow("llama", 0.0, "bfloat16", False),
+        ("modern", 0.0, "bfloat16", True), slow("gpt2", 0.0, "float32", True),
     ],
 )  # fmt: skip
-def test_estimate_matches_memory_held_by_a_step_on_a_cpu(kind: str, dropout: float, dtype: Any) -> None:
-    config = preset_shape("mini", dropout=dropout, n_layer=3, **KINDS[kind])
-    setup = Setup(16, True, dtype, device="cpu")
-    assert_peaks(
-        count_step_memory(config, setup), peak_bytes(config, setup, 32), count_step_memory(config, setup).snapshot
+def test_estimate_matches_memory_held_by_a_step_on_a_cpu(kind: str, dropout: float, dtype: Any, adapts: bool) -> None:
+    config, setup = (
+        preset_shape("mini", dropout=dropout, n_layer=3, **KINDS[kind]),
+        Setup(16, True, dtype, device="cpu"),
     )
+    setup = with_adapters(config, setup)[1] if adapts else setup
+    estimate = count_step_memory(config, setup)
+    assert_peaks(estimate, peak_bytes(config, setup, 32), estimate.snapshot)
+
+
+@pytest.fixture
+def four_ranks() -> Iterator[DeviceMesh]:
+    """The first of four ranks. Its collectives move nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_estimate_matches_memory_held_by_a_sharded_step(four_ranks: DeviceMesh, whole: bool) -> None:
+    config, live = preset_shape("nano", n_layer=8), LiveBytes()
+    setup = Setup(2, True, "float32", "adamw", data=4, shard=True, device="cpu", whole_gradients=whole)
+    with live:
+        sharded = ShardedModel(config, four_ranks, torch.device("cpu"), torch.float32, whole)
+        optimizer = make_optimizer(sharded.model, "adamw", 0.1, torch.float32, parameters=sharded.parameters)
+        x = torch.zeros(2, config.block_size, dtype=torch.long)
+        for live.phase in ("first", "gradients"):
+            for context in (sharded.no_sync(), contextlib.nullcontext()):
+                with context:
+                    tied_cross_entropy(sharded.model.trunk(x), sharded.model.unembedding, x).backward()  # type: ignore[no-untyped-call]
+            sharded.collect()
+            live.phase = live.phase.replace("gradients", "update")
+            optimizer.step(skip=torch.tensor(False))
+            optimizer.zero_grad()
+    estimate = count_step_memory(config, setup)
+    assert_peaks(estimate, live.peaks, estimate.snapshot)
 
 
 def assert_peaks(estimate: memory.StepMemory, peaks: Counter[str], on_host: int = 0) -> None:

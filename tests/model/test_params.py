@@ -152,7 +152,6 @@ def test_shape_options_are_applied(gpt: Gpt) -> None:
         (["--n-kv-head", "5"], "n_head 12 is not divisible by n_kv_head 5"),
         (["--window", "0"], "window is 0; it must be between 1 and 16,777,216"),
         (["--arch", "modern", "--positions", "learned"], "learned positions do not work with --arch modern"),
-        (["--n-kv-head", "4", "--devices", "8", "--tensor", "8"], "the model's 4 key/value heads cannot be"),
     ],
 )
 def test_invalid_shape_options_are_refused(gpt: Gpt, options: list[str], message: str) -> None:

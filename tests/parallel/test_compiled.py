@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gpt.config import Arch, GPTConfig
 from gpt.model.decoder import GPT
-from gpt.parallel.shard import Grid, ShardedModel, initialize_parameters
+from gpt.parallel.shard import ShardedModel, initialize_parameters
 from gpt.parallel.world import World
 from gpt.training.gpu_step import compile_halves
 from gpt.training.step import Objective
@@ -39,8 +39,7 @@ class GraphRecorder(list[str]):
 def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
     """Blocks are gathered before they run, so compiled code contains no hooks."""
     graphs, config, dtype = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
-    sharded = ShardedModel(config, Grid(1, 1, True), World().mesh("cpu"), dtype)
-    sharded.allocate(torch.device("cpu"))
+    sharded = ShardedModel(config, World().mesh("cpu"), torch.device("cpu"), dtype, True)
     for name, tensor in initialize_parameters(config):
         sharded.fill(name, tensor)
     ids = torch.randint(64, (2, 8))

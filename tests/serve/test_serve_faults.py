@@ -581,7 +581,7 @@ def test_small_constraint_does_not_wait_for_large_ones(model: LanguageModel, mon
 def test_repeated_headers_are_refused(single_slot: Served, name: str) -> None:
     value = {"Host": "localhost", "Content-Type": "application/json"}.get(name, f"http://127.0.0.1:{single_slot.port}")
     extra = [f"{name}: {value}"] * (1 if name in ("Host", "Content-Type") else 2)
-    answer = single_slot.raw(request({"prompt": "a"}, "/v1/completions", *extra))
+    answer = single_slot.raw(request({"prompt": "a"}, "/v1/completions", "Connection: close", *extra))
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
@@ -672,11 +672,11 @@ def test_concurrent_mixed_requests_equal_gpt_sample(model: LanguageModel, count:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="its select takes 512 sockets")
-def test_server_survives_ten_thousand_connections(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_survives_thousands_of_connections(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     import resource
 
     file_limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    count = min(10_000, (file_limit - 200) // 2)  # Both ends of each connection are in this process.
+    count = min(3_000, (file_limit - 200) // 2)  # Both ends of each connection are in this process.
     monkeypatch.setattr(server, "compute_max_connections", lambda: count - 100)
     with served(model) as api:
         socks = [api.connect() for _ in range(count)]
@@ -785,7 +785,7 @@ def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
         yield start
 
 
-@pytest.mark.slow
+@pytest.mark.more
 def test_compiled_steps_generate_the_same_text(serve: Callable[..., Process], run_folder: Path) -> None:
     process = serve("--compile", "on", "--dtype", "float32")
     body = {"prompt": "the cat", "temperature": 0, "max_tokens": 20}

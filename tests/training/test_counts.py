@@ -24,7 +24,7 @@ from gpt.device import Compute
 from gpt.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
 from gpt.training.optim import make_optimizer
-from gpt.training.recipe import plan
+from gpt.training.recipe import Recipe, plan
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single
@@ -42,7 +42,7 @@ def make_stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> 
     recipe = plan(config, facts(vocab_size=101, device=compute.device.type, dtype=compute.dtype_name))
     model = GPT(recipe.model).to(compute.device)
     optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    return Stepper(Single(model, optimizers, compute), recipe, lambda micro_batch: None)
+    return Stepper(Single(model, optimizers, compute), recipe)
 
 
 IDS = np.zeros((4, 16), np.int64)
@@ -63,7 +63,7 @@ def test_number_of_host_waits_in_training(disguise: Disguise, dtype: str, optimi
         device.waits.clear()
         snapshot = Snapshot()
         snapshot.take(stepper.strategy, stepper.scaler, TrainState())
-        save = "waits_of_a_save_of_a_scaled_loss" if stepper.has_loss_scale else "waits_of_a_save"
+        save = "waits_of_a_save_of_a_scaled_loss" if stepper.scaler.is_enabled() else "waits_of_a_save"
         waits[save] = len(device.waits)
         device.waits.clear()
         windows = [Window(0, 16 * n, IDS[0], IDS[0], 0) for n in range(4)]
@@ -150,11 +150,11 @@ def count_graphs() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
-def test_number_of_graphs_in_training() -> None:
+def test_number_of_graphs_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, evaluations and growing batches share four graphs: a block's two halves, the last norm, the loss."""
     with count_graphs() as counts:
         stepper = make_stepper(Compute(torch.device("cpu"), torch.float32))
-        stepper.compiles_whole_step = False  # GPU behavior
+        monkeypatch.setattr(Recipe, "compiles_whole_step", lambda *_: False)  # GPU behavior
         stepper.compile()
         for _ in range(3):
             stepper.step(IDS, IDS, 0.01).read()

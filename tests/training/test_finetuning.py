@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow
+from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow, train
 from models import save
 
 import gpt as library
@@ -117,6 +117,23 @@ def test_long_context_trains_on_shorter_sequences(workdir: Path, rank: int | Non
         assert torch.allclose(reference.eval()(ids).logits, tuned(ids), atol=1e-4)
     result, _ = train_with_events(Path("long.txt"), init="base", steps=1, block_size=2048)
     assert json.loads((result.run / "run.json").read_text())["resolved"]["model"]["block_size"] == 2048
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "modern"])
+def test_last_evaluation_of_adapters_reports_what_gpt_eval_does(
+    text: Path, second_text: Path, monkeypatch: pytest.MonkeyPatch, arch: str
+) -> None:
+    """The base model trains in bfloat16 and is loaded once."""
+    loads = []
+    load = checkpoint.load
+    train(text, steps=2, out="base", arch=arch)
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "load", lambda *args, **settings: loads.append(1) or load(*args, **settings))
+        settings: dict[str, Any] = {"init": "base", "lora_rank": 2, "dtype": "bfloat16", "lr": 1e-2}
+        result = library.train(text, val_text=str(second_text), steps=3, **settings)
+    assert loads == [1]
+    expected = library.load(result.run).loss(second_text.read_bytes().decode())
+    assert result.val_loss == pytest.approx(expected, abs=5e-6)
 
 
 def test_nearest_preset() -> None:

@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Done, Gpt, assert_same, curve, more, one_line_of_what_and_what_next, send, slow, state_of
+from conftest import TINY, Done, Gpt, assert_same, curve, more, one_line_of_what_and_what_next, send, slow
 from ranks import make_killed_after
 from safetensors.torch import load_file, save_file
 
 import gpt as library
 from gpt import events
 from gpt.errors import Interrupted, UserError, WorkError
-from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.training import step as stepping
 from gpt.training.time_budget import Clock
@@ -243,40 +242,6 @@ def test_resume_with_another_micro_batch_is_equal_up_to_rounding(text: Path) -> 
     assert result.val_loss == pytest.approx(uninterrupted.val_loss, rel=1e-5)
     assert any("equal up to rounding" in e.text for e in run_events if isinstance(e, events.Note))
     assert json.loads(Path("parts/run.json").read_text())["resolved"]["micro_batch"] == 2
-
-
-@pytest.mark.parametrize("saved_micro_batch", [None, 3])
-def test_run_that_ran_out_of_memory_in_a_batch_ramp_resumes(
-    gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch, saved_micro_batch: int | None
-) -> None:
-    """The OOM is in a batch of 6 of 16 rows. Earlier versions then saved a micro-batch of 3."""
-    trunk = GPT.trunk
-
-    def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if self.training and idx.size(0) > 5:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return trunk(self, idx, *rest)
-
-    monkeypatch.setattr(GPT, "trunk", limited)
-    names = {"n_layer", "n_head", "n_embd", "block_size", "dtype", "vocab_size"}
-    words = [word for name in names for word in (f"--{name.replace('_', '-')}", str(FAST[name]))]
-    words += ["--batch-tokens", "512", "--batch-ramp", "2000", "--micro-batch", "16", "--sample-every", "0"]
-    words += ["--schedule", "constant", "--warmup", "0", "--dropout", "0", "--weight-decay", "0.1"]
-    assert gpt("train", text, "-o", "whole", "--steps", "17", *words).code == 0
-    done = gpt("train", text, "-o", "parts", "--steps", "14", *words)
-    assert [line for line in done.err.splitlines() if "out of memory" in line] == [
-        "out of memory: from now on, 2 of 16 sequences at once"
-    ]
-    saved = Path("parts/step-000014/training.json")
-    state = json.loads(saved.read_text())
-    assert state["recipe"]["micro_batch"] == 2
-    if saved_micro_batch is not None:
-        state["recipe"]["micro_batch"] = saved_micro_batch
-        saved.write_text(json.dumps(state))
-        folder.write_checksums(saved.parent)
-    assert gpt("train", "--resume", "parts", "--steps", "17").code == 0
-    expected = state_of(Path("whole"))
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in state_of(Path("parts")).items())
 
 
 def chat_line(question: str, answer: str) -> dict[str, Any]:

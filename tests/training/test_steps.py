@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import math
-import weakref
 from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
@@ -15,7 +14,7 @@ from conftest import facts, losses, resolved, slow, train, weights
 
 import gpt
 from gpt import events, programs
-from gpt.config import TrainConfig
+from gpt.config import PRESETS, TrainConfig
 from gpt.device import Compute, Download
 from gpt.errors import Interrupted, UserError
 from gpt.model import memory
@@ -23,6 +22,7 @@ from gpt.model.decoder import GPT
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.cpu_step import GradientProgram
+from gpt.training.evaluation import EVAL_TOKENS, windows_to_evaluate
 from gpt.training.optim import make_optimizer
 from gpt.training.state import Snapshot, TrainState
 from gpt.training.strategy import Single
@@ -92,42 +92,6 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     assert immediate_kinds == late_kinds
     assert losses(immediate_events) == losses(late_events)
     assert all(torch.equal(tensor, weights(late.run)[name]) for name, tensor in weights(immediate.run).items())
-
-
-@pytest.mark.parametrize("intervals", [{"eval_every": 4}, {"sample_every": 4}], ids=str)
-def test_out_of_memory_during_evaluation_drops_the_cuda_graph(
-    text: Path, monkeypatch: pytest.MonkeyPatch, intervals: dict[str, int]
-) -> None:
-    """Evaluations and samples fail until the stand-in for the graph and the activations of the failure are freed."""
-    settings = {"steps": 10, "eval_every": 10} | intervals
-    uncaptured, uncaptured_events = train(text, **settings)
-    memory, captures = weakref.WeakSet[Any](), itertools.count()
-
-    class Graph:
-        def __init__(self, step: Any, *_: Any) -> None:
-            self.replay = step
-            memory.add(self)
-            next(captures)
-
-        def __call__(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-            return self.replay(x, y)
-
-    stack = GPT.stack
-
-    def limited(self: GPT, *inputs: Any) -> torch.Tensor:
-        if not self.training and memory:
-            activations = torch.empty(0)
-            memory.add(activations)
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return stack(self, *inputs)
-
-    monkeypatch.setattr(stepping, "StepGraph", Graph)
-    monkeypatch.setattr(recipe.Recipe, "uses_cuda_graph", lambda *_: True)
-    monkeypatch.setattr(GPT, "stack", limited)
-    captured, captured_events = train(text, **settings)
-    assert next(captures) == 1  # The seventh step does not capture another graph.
-    assert losses(captured_events) == pytest.approx(losses(uncaptured_events), rel=1e-5)
-    assert (captured.val_loss, captured.sample) == (pytest.approx(uncaptured.val_loss, rel=1e-5), uncaptured.sample)
 
 
 def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
@@ -201,7 +165,7 @@ def test_failed_compilation_falls_back_to_uncompiled_steps(
     assert all(torch.equal(tensor, weights(result.run)[name]) for name, tensor in weights(uncompiled.run).items())
 
 
-def test_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_micro_batch_of_a_failing_program_is_recomputed_uncompiled(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A compiled program that runs out of memory raises this error."""
     settings = {"steps": 6, "dropout": 0.1, "micro_batch": "8", "save_every": 3}
     _, uncompiled_events = train(text, **settings)
@@ -285,6 +249,15 @@ def test_huge_step_counts_resolve_immediately(text: Path) -> None:
         TrainConfig(minutes=1e300)
 
 
+def test_pairs_are_evaluated_on_as_many_tokens_as_text() -> None:
+    """Pairs of 105 tokens in a context of 1,024."""
+    base = PRESETS["gpt2"].model
+    known = facts(bytes=400_000, tokens=105_000, vocab_size=50_257, base=base, rows=1000)
+    planned = recipe.plan(TrainConfig(init="base", pairs=True), known)
+    assert planned.model.block_size == 1024
+    assert windows_to_evaluate(planned) == EVAL_TOKENS[0] // 105
+
+
 def test_too_little_memory_is_refused_before_allocation() -> None:
     known = facts(memory=2**33, host_memory=2**33)
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8}
@@ -295,9 +268,12 @@ def test_too_little_memory_is_refused_before_allocation() -> None:
         recipe.check_model(resolved(n_layer=2**14), known)
     recipe.check_model(resolved(), known)
     gpu = facts(device="cuda", memory=2**50, host_memory=2**22)
-    with pytest.raises(UserError, match=r"host memory: [\d.,]+ GB, but only 0.0 GB"):
+    with pytest.raises(UserError, match=r"checkpoints take [\d.,]+ GB of host memory, but only 0.0 GB"):
         recipe.check_model(resolved(), gpu)
     recipe.check_model(resolved(), facts(device="cuda", memory=2**50))
+    codes = {"tokens": 2**20, "vocab_size": 1000, "teachers": (resolved().model,), "host_memory": 2**30}
+    with pytest.raises(UserError, match=r"checkpoints and probabilities of teachers take 1\.\d GB of host memory"):
+        recipe.check_model(resolved(), facts(device="cuda", memory=2**50, **codes))
     with pytest.raises(UserError, match=r"too many sizes"):
         ramp = {**small, "block_size": 1, "batch_tokens": 2**25, "batch_ramp": 10**12}
         recipe.plan(TrainConfig(**ramp, micro_batch="1"), facts(host_memory=2**50))

@@ -94,6 +94,13 @@ def test_gradients_match_autograd(
         assert all(map(torch.equal, actual, torch.autograd.grad(plain / 7, leaves)))
 
 
+def add_gradients(stepper: Stepper, *batch: torch.Tensor) -> torch.Tensor:
+    """Adds the gradients of a batch of two micro-batches. Returns the mean loss."""
+    n_targets = torch.tensor(batch[1].numel())
+    parts = [[tensor[rows] for tensor in batch] for rows in (slice(0, 2), slice(2, 4))]
+    return torch.stack([stepper.backward(x, y, n_targets, lesson) for x, y, *lesson in parts]).sum()
+
+
 def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
     """Returns the traced graph, uncompiled."""
     graph, _ = trace()
@@ -118,12 +125,12 @@ def test_steps_have_the_gradients_of_the_definition(
     settings = {"batch_tokens": 64, "micro_batch": "2", "block_size": 16, "teacher": ("a", "b"), "teacher_weight": 0.6}
     plan = resolved_with(teachers, **settings)
     assert plan.teacher_weight == 0.6
-    stepper = Stepper(strategy, plan, lambda micro_batch: None, teachers=teachers)
+    stepper = Stepper(strategy, plan, teachers)
     if traced:
         assert stepper.compile() is None
         assert stepper.program is not None
     x, y = torch.randint(257, (2, 4, 16))
-    loss = stepper.gradients(x, y)
+    loss = add_gradients(stepper, x, y)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     logits = model(x).flatten(0, 1)
@@ -183,18 +190,20 @@ def test_steps_learn_from_read_probabilities(traced: bool, monkeypatch: pytest.M
     plan = replace(
         resolved_with(teachers, batch_tokens=64, micro_batch="2", block_size=16), teacher_weight=0.6, weight_decay=0.1
     )
-    stepper = Stepper(strategy, plan, lambda micro_batch: None, teachers=teachers)
+    stepper = Stepper(strategy, plan, teachers)
     if traced:
         assert stepper.compile() is None
     batches = teachers.teach(Batches(Ids(np.random.default_rng(0).integers(257, size=100)), 16, 4, seed=4))
     x, y, codes = map(torch.from_numpy, batches.global_batch(0))
-    stepper.gradients(x, y, codes)
+    add_gradients(stepper, x, y, codes)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     log_p, q = model(x).log_softmax(-1), decode_probabilities(codes)
     (F.nll_loss(log_p.flatten(0, 1), y.flatten()) * 0.4 - 0.6 * (q * log_p).sum(-1).mean()).backward()
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
+    with pytest.raises(AssertionError, match="lost its teachers' probabilities"):
+        stepper.step(x.numpy(), y.numpy(), 0.0)
 
 
 def test_codes_keep_probabilities_to_the_third_digit() -> None:

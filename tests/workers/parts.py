@@ -52,36 +52,46 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {**TUNED, "init": "qwen3", "chat": True},
     "mistral": {**TUNED, "init": "mistral-int8", "block_size": 16},
 }
-SHARDED, TENSOR = {"shard": "full"}, {"tensor": 2}
+SHARDED = {"shard": "full"}
 SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "adamw-sharded": ("adamw", SHARDED),
     "muon-sharded": ("muon", {**SHARDED, "recompute": True}),
     "pairs-sharded": ("pairs", SHARDED),
     "narrow-sharded": ("narrow", {**SHARDED, "recompute": True}),
-    "adamw-together": ("adamw", {**TENSOR, "recompute": True}),
-    "muon-together": ("muon", TENSOR),
     "taught-sharded": ("taught", SHARDED),
-    "taught-together": ("taught", TENSOR),
     "phases-sharded": ("phases", SHARDED),
     "qwen2-sharded": ("qwen2", {**SHARDED, "micro_batch": 1}),
-    "qwen2-together": ("qwen2", TENSOR),
     "qwen3-sharded": ("qwen3", SHARDED),
-    "qwen3-together": ("qwen3", TENSOR),
     "mistral-sharded": ("mistral", SHARDED),
-    "mistral-together": ("mistral", TENSOR),
 }
-FAMILY_STEPS = {
-    "init": "base", "steps": 30, "lr": 0.02, "warmup": 0, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
-    "optimizer": "muon", "sample_every": 0, "dropout": 0.0,
+# Runs of each family, from a base model of `several.write_bases` with little context and odd widths.
+FAMILY_SHAPES: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 24, "tied": True},
+    "llama": {"n_embd": 24, "head_dim": 16, "n_kv_head": 2, "n_inner": 40, "tied": False},
+    "mistral": {"n_embd": 24, "head_dim": 4, "n_kv_head": 2, "window": 5, "window_layers": (0, 1), "tied": False},
+    "qwen2": {"n_embd": 24, "n_kv_head": 2, "window": 5, "window_layers": (1,), "tied": False},
+    "qwen3": {"n_embd": 24, "head_dim": 16, "n_kv_head": 2, "window": 5, "window_layers": (0,), "tied": False},
+}
+FAMILY_RUNS: dict[str, dict[str, Any]] = {
+    f"{name}-{optimizer}": {
+        "init": f"{name}-base", "optimizer": optimizer, "steps": 6, "lr": 0.0005, "warmup": 0, "batch_tokens": 128,
+        "dtype": "float32", "sample_every": 0, "dropout": 0.0, "eval_every": 6, "save_every": 3,
+        "keep": 9,
+    }
+    for name in FAMILY_SHAPES
+    for optimizer in ("muon", "adamw")
 }  # fmt: skip
-FAMILY_SHARDINGS = [("shard", "full"), ("tensor", 2), ("shard", "none")]
-SHARDED_AND_TENSOR = {**TWELVE_STEPS, "steps": 3, "shard": "full", "tensor": 2, "arch": "modern"}
 
 
 def two() -> None:
     """Trains, and resumes with other numbers of processes or shards."""
     for name, (model, sharding) in SHARDED_RUNS.items():
         gpt.train(TEXTS.get(model, "book.txt"), out=name, **{**MODELS[model], **sharding})
+    for name, settings in FAMILY_RUNS.items():
+        gpt.train("book.txt", out=f"{name}-sharded", **settings, **SHARDED)
+        if RANK == 0:
+            copy_killed_run(f"one/{name}", f"{name}-resumed", 3)
+        gpt.resume(f"{name}-resumed", **SHARDED)
     gpt.train("book.txt", out="dropout", **{**TWELVE_STEPS, "dropout": 0.1}, **SHARDED)
     gpt.train("book.txt", out="whole", **THIRTY_STEPS, **SHARDED)
     with mock.patch.object(checkpoint, "MAX_SHARD_BYTES", 60_000):
@@ -91,26 +101,13 @@ def two() -> None:
     if RANK == 0:
         copy_killed_run("dropout", "resumed", 4)
         copy_killed_run("one/muon", "from-one", 4)
-        copy_killed_run("adamw-sharded", "to-together", 4)
     run_events: list[Any] = []
     gpt.resume("resumed")
     gpt.resume("from-one", run_events.append, **SHARDED)
-    gpt.resume("to-together", run_events.append, shard="none", tensor=2)
     notes = [event.text for event in run_events if isinstance(event, events.Note)]
     Path(f"heard-{RANK}.json").write_text(json.dumps(notes))
 
 
-def four() -> None:
-    """Trains with both sharding and tensor parallelism."""
-    gpt.train("book.txt", out="four", **SHARDED_AND_TENSOR)
-
-
-def family() -> None:
-    """Fine-tunes the checkpoint ``base`` in shards."""
-    for sharding in FAMILY_SHARDINGS:
-        gpt.train("book.txt", out="-".join(map(str, sharding)), **FAMILY_STEPS, **dict([sharding]))
-
-
 if __name__ == "__main__":
     evaluation.SAMPLE = SAMPLE
-    {"two": two, "four": four, "family": family}[sys.argv[1]]()
+    {"two": two}[sys.argv[1]]()

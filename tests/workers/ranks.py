@@ -21,10 +21,10 @@ import torch
 
 import gpt
 from gpt import events
-from gpt.model.decoder import GPT
+from gpt.model.decoder import Block
 from gpt.parallel import world
 from gpt.sample_config import SampleConfig
-from gpt.training import evaluation
+from gpt.training import evaluation, memory_probe
 from gpt.training import step as stepping
 from gpt.training.checkpointing import Checkpointer
 from gpt.training.strategy import MOMENT, WEIGHT
@@ -60,7 +60,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "phases": {**SIX_STEPS, "steps": 12, "teachers": 2},  # Six steps are the teachers'.
     "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw", "micro_batch": 2},
 }
-# The sample is long enough to exceed the context, but short, because a tensor-parallel token takes 20 ms.
+# The sample is just long enough to exceed the context.
 SAMPLE = SampleConfig(max_tokens=18)
 TEXTS = {"pairs": "pairs.jsonl", "qwen3": "chats.jsonl"}
 RANK = int(os.environ.get("RANK", "0"))
@@ -95,8 +95,11 @@ def two() -> None:
     gpt.resume("two/from-one", run_events.append)
     with nan_loss_on_rank_1(), record_rollbacks() as rolled_back:
         gpt.train("book.txt", out="two/poisoned", listen=run_events.append, **TWELVE_STEPS)
-    with limit_memory_on_rank_1():
-        gpt.train("book.txt", out="two/little", listen=run_events.append, **{**TWELVE_STEPS, "steps": 4})
+    little = {**TWELVE_STEPS, "steps": 4, "dropout": 0.1}
+    for sharding in ("none", "full"):
+        with limit_memory(ranks=[1] if sharding == "none" else [0, 1]):
+            gpt.train("book.txt", out=f"two/little-{sharding}", listen=run_events.append, shard=sharding, **little)
+        gpt.train("book.txt", out=f"two/small-{sharding}", shard=sharding, micro_batch=1, **little)
     notes = [event.text for event in run_events if isinstance(event, events.Note)]
     report = {"notes": notes, "summed": syncs, "rolled_back": rolled_back}
     Path(f"heard-{RANK}.json").write_text(json.dumps(report))
@@ -121,13 +124,13 @@ def steady_clock(steps: int, ahead: float = 0.0, cycles: int = 1) -> Iterator[No
 @contextlib.contextmanager
 def record_gradient_syncs() -> Iterator[list[bool]]:
     """Records for each micro-batch whether gradients were all-reduced."""
-    original, syncs = stepping.Stepper._backward, []
+    original, syncs = stepping.Stepper.backward, []
 
     def backward(self: stepping.Stepper, *args: Any) -> torch.Tensor:
         syncs.append(bool(self.wrapped.require_backward_grad_sync))
         return original(self, *args)
 
-    with mock.patch.object(stepping.Stepper, "_backward", backward):
+    with mock.patch.object(stepping.Stepper, "backward", backward):
         yield syncs
 
 
@@ -152,10 +155,10 @@ def record_rollbacks() -> Iterator[list[Any]]:
         original(self, **changes)
         snapshot_size = sum(name.startswith((WEIGHT, MOMENT)) for name in self.snapshot.tensors)
         strategy = self.strategy
-        moments = strategy.optimizer.state(strategy.own)
+        moments = strategy.optimizer.state()
         sums = {
             name: float(tensor.double().abs().sum())
-            for name, tensor in [*strategy.own.named_parameters(), *moments.items()]
+            for name, tensor in [*strategy.optimizer.parameters.items(), *moments.items()]
         }
         reports.append({"has": sums, "kept": snapshot_size, "step": self.state.step})
 
@@ -164,15 +167,21 @@ def record_rollbacks() -> Iterator[list[Any]]:
 
 
 @contextlib.contextmanager
-def limit_memory_on_rank_1() -> Iterator[None]:
-    original = GPT.trunk
+def limit_memory(ranks: list[int]) -> Iterator[None]:
+    """Lets ``ranks`` run out of memory in the forward pass of a micro-batch of 4, and in the backward pass of 2."""
+    original = Block.add_mlp
 
-    def trunk(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
-        if RANK == 1 and self.training and idx.size(0) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return original(self, idx, *rest)
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
-    with mock.patch.object(GPT, "trunk", trunk):
+    def add_mlp(self: Block, x: torch.Tensor) -> torch.Tensor:
+        if RANK in ranks and self.training and x.size(0) == 4:
+            fail()
+        elif RANK in ranks and self.training and x.size(0) == 2:
+            x.register_hook(fail)
+        return original(self, x)
+
+    with mock.patch.object(Block, "add_mlp", add_mlp), mock.patch.object(memory_probe, "PROBED_DEVICES", ("cpu",)):
         yield
 
 
@@ -228,7 +237,7 @@ def compile_on_rank_0_only() -> None:
     run_events: list[Any] = []
     if RANK == 1:
         config.cpp.cxx = ("/nowhere",)
-    for name, settings in {"replicas": {}, "shards": {"shard": "full"}, "cut": {"tensor": 2}}.items():
+    for name, settings in {"replicas": {}, "shards": {"shard": "full"}}.items():
         torch._dynamo.reset()
         gpt.train("book.txt", out=name, listen=run_events.append, **{**TWELVE_STEPS, **settings, "compile": "on"})
     if RANK == 0:

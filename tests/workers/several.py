@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 from conftest import assert_same, curve, make_text, spawn
-from models import SHAPES, loud, save
+from models import FAMILIES, SHAPES, loud, save
+from parts import FAMILY_SHAPES
 from ranks import SAMPLE, TEXTS, THIRTY_STEPS, to_options
 
 import gpt as library
+from gpt.config import GPTConfig
 from gpt.parallel.launch import LaunchResult, launch
 from gpt.runs import folder
 from tests.stress.faults import process_of
@@ -34,9 +36,13 @@ def write_texts() -> None:
 
 
 def write_bases() -> None:
-    """Saves base models of three families, one of them as a GGUF file and one with int8 weights."""
+    """Saves base models of all families, one of them also as a GGUF file and one with int8 weights."""
     for family in ("qwen2", "qwen3", "mistral"):
         save(Path(family), loud(SHAPES[family], spread=0.1))
+    for family, shape in FAMILY_SHAPES.items():
+        config = GPTConfig(257, 16, 2, 4, **FAMILIES[family] | shape)
+        assert config.layout == family
+        save(Path(f"{family}-base"), loud(config, spread=0.05))
     library.export("qwen2", "qwen2.gguf", dtype="f32")
     library.export("mistral", "mistral-int8", dtype="int8")
 
