@@ -58,6 +58,14 @@ class SaveEvent(Event):
 
 
 @dataclass(frozen=True)
+class TeacherEvent(Event):
+    """One of the run's own teachers is trained. Its weights are in ``folder``, a subfolder of the run. All later events
+    are about the next model."""
+
+    folder: str
+
+
+@dataclass(frozen=True)
 class RollbackEvent(Event):
     """A rollback to ``step``, because the loss at ``failed_step`` exploded or was not finite. Multiplies the learning
     rate of the remaining steps by ``rate_factor``."""

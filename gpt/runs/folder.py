@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -181,26 +182,20 @@ def write_index(run: Path) -> None:
     write_file(run / "index.json", to_json(index))
 
 
-def prune(run: Path, keep: int, newest: int | None = None) -> None:
-    """Deletes checkpoints after step ``newest``, because the run resumed before them. Of the others, keeps the ``keep``
-    newest, and the weights of the best."""
+def prune(run: Path, keep: int, newest: float = math.inf, start: int = 0) -> None:
+    """Deletes checkpoints after step ``newest``, because the run resumed before them, and those up to ``start``, which
+    are of other models. Of the others, keeps the ``keep`` newest, and the weights of the best."""
     entries = checkpoints(run)
-    if newest is not None:
-        for entry in (entry for entry in entries if entry.step > newest):
+    for entry in entries:
+        if not start < entry.step <= newest:
             _remove(run / entry.name)
-        entries = [entry for entry in entries if entry.step <= newest]
+    entries = [entry for entry in entries if start < entry.step <= newest]
     for entry in entries[: max(0, len(entries) - keep)]:
         if entry == best(entries):
             for name in TRAINING:
                 (run / entry.name / name).unlink(missing_ok=True)
         else:
             _remove(run / entry.name)
-
-
-def keep_only_best(run: Path) -> None:
-    """Deletes a finished run's checkpoints, except the weights of the best."""
-    prune(run, keep=0)
-    write_index(run)
 
 
 def _remove(checkpoint: Path) -> None:

@@ -85,7 +85,6 @@ class RunRecord:
     sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
     teachers: list[StartRecord] | None = None
-    own_teachers: int | None = None  # how many teachers the run trains itself, if gpt chose the number
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`
@@ -93,7 +92,7 @@ class RunRecord:
     @property
     def is_taught(self) -> bool:
         """Whether the run learns from teachers."""
-        return bool(self.teachers or self.own_teachers or (self.settings or {}).get("teachers"))
+        return bool(self.teachers or (self.resolved or {}).get("own_teachers"))
 
     @classmethod
     def read(cls, run: Path) -> "RunRecord":

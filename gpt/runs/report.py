@@ -30,7 +30,7 @@ Columns = dict[str, list[float | None]]
 
 @dataclass
 class History:
-    """The events of a run, except those that a rollback or resume undid."""
+    """The events of a run, except those that a rollback or resume undid, and those of its own teachers."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
@@ -58,6 +58,8 @@ class History:
             case events.ResumeEvent():
                 self._drop_after(event.step)
                 self.resumes.append(event)
+            case events.TeacherEvent():  # What follows is about another model.
+                vars(self).update(vars(History(unread=self.unread)))
             case events.EndEvent():
                 self.end = event
 
@@ -161,11 +163,12 @@ class Report:
             return {}
         resolved = {"model": {}, **(record.resolved or {})}
         shape, resolved["batch_ramp"] = resolved.pop("model"), resolved.pop("ramp", None)
-        resolved.pop("budget", None)
+        own_teachers, _ = resolved.pop("own_teachers", None), resolved.pop("budget", None)
         flat = {**(shape if isinstance(shape, dict) else {}), **resolved}
         return {
             "text": ", ".join(record.texts or []) or None,
             "init": record.init and record.init.model,
+            "teachers": own_teachers.get("count") if isinstance(own_teachers, dict) else None,
             "tokenizer": record.tokenizer and record.tokenizer.name,
             "train_tokens": record.tokens and record.tokens.train,
             "held_out_tokens": record.tokens and record.tokens.held_out,

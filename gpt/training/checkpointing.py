@@ -49,7 +49,7 @@ class Checkpointer:
         elements = sum(map(math.prod, [*strategy.shapes.values(), *moments.values()]))
         self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
         make_writer = partial(
-            Writer, run.path, run.recipe.keep, state.settled_step, journal.report_save, run.session.warn
+            Writer, run.path, run.recipe.keep, state.start, state.settled_step, journal.report_save, run.session.warn
         )
         if run.world.is_main:
             self.writer = make_writer(on_finished=strategy.finish_save)
@@ -80,9 +80,11 @@ class Checkpointer:
     def _prepare_files(self, recipe: Recipe) -> Callable[[], Files]:
         """Returns a function that builds the snapshot's checkpoint files in any thread."""
         run, snapshot, state = self.run, self.snapshot, self.snapshot.state
+        training_json = snapshot.to_training_json(recipe, run.machine())
+        recipe = recipe.cycle(state.cycle)
         meta: dict[str, Any] = {
             "step": state.step,
-            "tokens_seen": recipe.tokens(state.step),
+            "tokens_seen": state.tokens(recipe, state.step),
             "val_loss": state.measured_loss if state.measured_step == state.step else None,
         }
         store: checkpoint.Store | None = None
@@ -94,7 +96,6 @@ class Checkpointer:
         weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
         weights = weights if "adapter" in meta else {**self.position_tables, **weights}
         state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
-        training_json = snapshot.to_training_json(recipe, run.machine())
 
         def build_files() -> Files:
             if self.journal.metrics is not None:
@@ -106,7 +107,8 @@ class Checkpointer:
 
 
 class Writer:
-    """Writes checkpoints in a background thread, one at a time. ``step`` is the step of the newest checkpoint.
+    """Writes checkpoints in a background thread, one at a time. ``step`` is the step of the newest checkpoint. Those up
+    to ``start`` are of the run's own teachers.
 
     The caller's thread calls ``on_saved`` after each complete checkpoint and ``warn`` after a failure. Either thread
     calls ``on_finished`` when a save needs no more data from other ranks. On other ranks, ``serve`` sends rank 0 the
@@ -117,13 +119,15 @@ class Writer:
         self,
         run: Path,
         keep: int,
+        start: int,
         step: int,
         on_saved: Callable[[int], None],
         warn: Callable[[str], None],
         on_finished: Callable[[], None] = lambda: None,
         serve: Callable[[], None] | None = None,
     ) -> None:
-        self.run, self.keep, self.step, self.on_saved, self.warn = run, keep, step, on_saved, warn
+        self.run, self.keep, self.start, self.on_saved, self.warn = run, keep, start, on_saved, warn
+        self.step = max(start, step)
         self.on_finished, self.serve = on_finished, serve
         self.save_error: OSError | None = None  # disk error of the newest save
         self._thread: threading.Thread | None = None
@@ -178,7 +182,7 @@ class Writer:
         if free < size + SPARE_BYTES:
             raise OSError(DISK_FULL[0], f"about {_mb(size)} are needed, but only {_mb(free)} are free")
         checkpoint.write(self.run / folder.step_name(self._thread_step), files())
-        folder.prune(self.run, self.keep, newest=self._thread_step)
+        folder.prune(self.run, self.keep, self._thread_step, self.start)
         folder.write_index(self.run)
 
     def last(self, step: int, size: int, files: Callable[[], Files], is_stopped: Callable[[], bool]) -> None:

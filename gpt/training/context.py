@@ -25,7 +25,6 @@ from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
 from gpt.training.state import SavedState
-from gpt.training.teachers import Teachers, whole_run
 
 Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
 
@@ -43,14 +42,6 @@ class Session:
         """Sends an event to the listener."""
         if self.world.is_main:
             self.listener(event)
-
-    def phase(self, name: str, start_time: float) -> "Session":
-        """Returns the session for a phase of the run, whose plans carry ``name``."""
-
-        def listener(event: events.Event | events.Note | events.Plan | events.Progress) -> None:
-            self.listener(dataclasses.replace(event, phase=name) if isinstance(event, events.Plan) else event)
-
-        return dataclasses.replace(self, listener=listener, start_time=start_time)
 
     def note(self, text: str, warning: bool = False) -> None:
         """Sends a line of text."""
@@ -81,7 +72,7 @@ class RunContext:
     data: Dataset
     compute: Compute
     init: InitCheckpoint | None
-    teachers: Teachers
+    teachers: Sequence[InitCheckpoint]  # given by the user
     recipe: Recipe
     changes: Mapping[str, Any]  # settings that this resume changes
     log: str
@@ -97,7 +88,7 @@ class RunContext:
     @property
     def resume_command(self) -> str:
         """The command that resumes the run."""
-        return f"gpt train --resume {shlex.quote(str(whole_run(self.path)))}"
+        return f"gpt train --resume {shlex.quote(str(self.path))}"
 
     def machine(self) -> Machine:
         """Returns the properties of the machine that affect rounding."""

@@ -62,7 +62,7 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
     answers = [_check_answers(strategy, model, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
     sample = sample_lines(run, strategy, model, compute, recipe.seed)
-    tokens = recipe.tokens(state.step)
+    tokens = state.tokens(recipe, state.step)
     return Result(
         run=run.path,
         checkpoint=path,
@@ -90,7 +90,7 @@ def _compare(run: RunContext) -> dict[str, Any]:
     teachers."""
     trend = None
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
-        trend = None if run.teachers.found else report.read_history(run.path).trend
+        trend = None if run.teachers or run.recipe.own_teachers else report.read_history(run.path).trend
     return {"yardsticks": run.data.measure_yardsticks(), "trend": trend}
 
 

@@ -7,11 +7,13 @@ from typing import Any
 
 from gpt import events
 from gpt.files import disk_errors
+from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import folder
 from gpt.runs.record import Resumed, RunRecord
 from gpt.training.context import Result, RunContext, now, versions
 from gpt.training.logs import Logs, Metrics, Speed
+from gpt.training.recipe import Recipe
 from gpt.training.state import TrainState
 from gpt.words import counted
 
@@ -22,12 +24,16 @@ MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10
 class Journal:
     """The output of a run on rank 0. Nothing is written until `open`."""
 
-    def __init__(self, run: RunContext, state: TrainState, speed: Speed) -> None:
-        self.run, self.state, self.speed, self.note = run, state, speed, run.session.note
+    def __init__(self, run: RunContext, state: TrainState) -> None:
+        self.run, self.state, self.note, self.recipe = run, state, run.session.note, run.recipe
         self.record: RunRecord | None = None
         self.metrics: Metrics | None = None
         self.logs: Logs | None = None
         self.memorized_steps = 0  # consecutive steps with a loss below `MEMORIZED_LOSS`
+
+    def start_cycle(self, recipe: Recipe, model: GPT) -> None:
+        """Reports steps of this ``model`` from now on."""
+        self.recipe, self.speed = recipe, Speed.of(model, recipe, self.run.compute, self.run.world.size)
 
     def open(self, resolved: dict[str, Any]) -> None:
         """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
@@ -54,7 +60,7 @@ class Journal:
             return
         step = self.state.step if step is None else step
         seconds = round(time.perf_counter() - self.run.start_time, 3)
-        event = kind(step=step, tokens=self.run.recipe.tokens(step), seconds=seconds, **values)
+        event = kind(step=step, tokens=self.state.tokens(self.recipe, step), seconds=seconds, **values)
         self.metrics.write(events.to_json(event))
         self.logs(event)
         self.run.session.listen(event)
@@ -78,11 +84,6 @@ class Journal:
             f"{counted(shape.n_head, 'head')}, {shape.n_embd} wide, context {shape.block_size}, "
             f"dropout {shape.dropout:g})"
         )
-        if teachers := ", ".join(teacher.name for teacher in run.teachers.found):
-            self.note(
-                f"teachers: {teachers}, with a weight of {recipe.teacher_weight:g} in the loss. The losses "
-                "shown are the cross-entropy with the text"
-            )
         if recipe.lora_rank:
             self.note(f"adapters on the linear layers of the blocks: training {adapters:,} parameters")
         self.note(
@@ -94,7 +95,7 @@ class Journal:
 
     def step(self, step: int, lr: float, loss: float, norm: float) -> None:
         """Reports a step. Notes once if the examples are memorized long before the run ends."""
-        speed = self.speed.rates(self.run.recipe.tokens(step), self.state.step_seconds)
+        speed = self.speed.rates(self.state.tokens(self.recipe, step), self.state.step_seconds)
         self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed)
         if not self.run.data.rows or self.memorized_steps == MEMORIZED_STEPS:
             return

@@ -1,9 +1,12 @@
-"""The training loop: steps, with evaluations, samples and checkpoints at their intervals."""
+"""The training loop: steps, with evaluations, samples and checkpoints at their intervals. A run that trains teachers
+goes through it once for each of them, and then for the model that learns from them."""
 
 import contextlib
+import gc
 import math
 import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -19,11 +22,11 @@ from gpt.training.checkpointing import Checkpointer, check_disk_space, error_tex
 from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
-from gpt.training.logs import Speed
 from gpt.training.memory_probe import fit_micro_batch
-from gpt.training.state import TrainState, read_snapshot
+from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
-from gpt.training.strategy import Strategy
+from gpt.training.strategy import make_strategy
+from gpt.training.teachers import Teachers, keep_teacher, own_teachers
 from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
@@ -53,55 +56,98 @@ class Diverged(WorkError):
 class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
-    def __init__(self, run: RunContext, strategy: Strategy) -> None:
+    def __init__(self, run: RunContext) -> None:
         """Prepares the next step of ``run``, writes ``run.json`` and announces the plan."""
-        self.run, self.strategy, self.recipe, budget = run, strategy, run.recipe, run.recipe.budget
-        self.session, self.world, self.data, self.model = run.session, run.world, run.data, strategy.model
-        self.stepper = Stepper(strategy, self.recipe, run.teachers, self.session.note, self.on_uncompiled)
-        self.state = TrainState(windows=windows_to_evaluate(self.recipe))
-        if budget is not None and budget.windows:
-            self.state.windows = min(self.state.windows, budget.windows)
-        self.journal = Journal(run, self.state, Speed.of(self.model, self.recipe, run.compute, self.world.size))
-        self.fit_memory()
-        if self.recipe.compile:
-            self.compile()
-        if run.saved is not None and run.checkpoint is not None:
-            snapshot = read_snapshot(run.checkpoint, run.saved, strategy)
-            vars(self.state).update(vars(snapshot.restore(strategy, self.stepper.scaler)))
-            if self.recipe.steps > run.saved.recipe.steps:
-                self.state.evals_since_best = 0  # Reset patience.
-        self.batches = run.teachers.teach(self.data.batches(self.recipe))
+        self.run, self.run_recipe = run, run.recipe
+        self.session, self.world, self.data = run.session, run.world, run.data
+        self.state = replace(run.saved.state) if run.saved else TrainState()
+        self.journal = Journal(run, self.state)
         source = run.checkpoint or (run.init and run.init.path)
         sampling = read_defaults(source, self.session.note) if source else NO_DEFAULTS
-        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, self.recipe.saved_model, sampling)
-        self.pending: PendingStep | None = None
+        self.tokenizer_files = checkpoint.TokenizerFiles(self.data.tokenizer, run.recipe.saved_model, sampling)
         self.signum = 0  # signal received by any rank
-        self.held_out = self.data.sample_windows(self.recipe.model.block_size, self.state.windows)
-        scaler = self.stepper.scaler
-        self.checkpointer = Checkpointer(run, strategy, scaler, self.state, self.tokenizer_files, self.journal)
+        self.open_cycle(run.checkpoint)
         if self.world.is_main:
             check_disk_space(run.path, self.checkpointer.size)
-            self.journal.open(asdict(self.recipe))
+            self.journal.open(asdict(self.run_recipe))
         self.journal.describe(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
+        self.start_clock()
+
+    def open_cycle(self, path: Path | None = None) -> None:
+        """Prepares the next step of the state's cycle, from the checkpoint at ``path`` or with untrained weights."""
+        run, state = self.run, self.state
         self.clock: Clock | None = None
+        self.recipe = recipe = self.run_recipe.cycle(state.cycle)
+        self.teachers = self.open_teachers()
+        seed_all(recipe.seed)
+        self.strategy = make_strategy(recipe, run.compute, self.world, run.init, path)
+        self.model = self.strategy.model
+        self.stepper = Stepper(self.strategy, recipe, self.teachers, self.session.note, self.on_uncompiled)
+        if path is None:
+            state.windows = windows_to_evaluate(recipe)
+            if recipe.budget is not None and recipe.budget.windows:
+                state.windows = min(state.windows, recipe.budget.windows)
+        self.journal.start_cycle(recipe, self.model)
+        self.fit_memory()
+        if recipe.compile:
+            self.compile()
+        if path is not None and run.saved is not None:
+            read_snapshot(path, run.saved, self.strategy).restore(self.strategy, self.stepper.scaler)
+            if self.run_recipe.steps > run.saved.recipe.steps:
+                state.evals_since_best = 0  # Reset patience.
+        self.batches = self.teachers.teach(self.data.batches(recipe))
+        self.pending: PendingStep | None = None
+        self.held_out = self.data.sample_windows(recipe.model.block_size, state.windows)
+        self.checkpointer = Checkpointer(
+            run, self.strategy, self.stepper.scaler, state, self.tokenizer_files, self.journal
+        )
+
+    def open_teachers(self) -> Teachers:
+        """Opens the teachers of the state's cycle, and lets them read the text. The run's own have none."""
+        run, count = self.run, self.run_recipe.n_teachers
+        if self.state.cycle < count:
+            return Teachers([], run.compute)
+        found = [*self.world.raise_on_all(lambda: own_teachers(run.path, count)), *run.teachers]
+        teachers = Teachers(found, run.compute)
+        if not found:
+            return teachers
+        self.session.note(
+            f"teachers: {', '.join(teacher.name for teacher in found)}, with a weight of "
+            f"{self.recipe.teacher_weight:g} in the loss. The losses shown are the cross-entropy with the text"
+        )
+        budget, elapsed = self.recipe.budget, time.perf_counter() - run.start_time
+        max_seconds = budget.training_seconds(elapsed) / 2 if budget else math.inf
+        teachers.read(self.data.batches(self.recipe), self.recipe, run.path, self.session, max_seconds)
+        self.poll()
+        if self.signum:
+            self.journal.report_early_end("signal")
+            hint = f"resume with: {run.resume_command}"
+            raise Interrupted(self.signum, f"interrupted while the teachers read the text; {hint}")
+        return teachers
+
+    def start_clock(self) -> None:
+        """Starts the clock of a timed run's cycle, and announces the cycle."""
+        state, cycle, count = self.state, self.state.cycle, self.run_recipe.n_teachers
+        seconds, budget = 0.0, self.recipe.budget
         if budget is not None:
-            seconds = self.state.training_seconds
-            seconds = seconds or budget.training_seconds(time.perf_counter() - run.start_time)
-            self.state.training_seconds = seconds
-            self.clock = Clock(seconds, self.state.share)
+            elapsed = time.perf_counter() - self.run.start_time
+            training_seconds = budget.training_seconds(elapsed, count - cycle)
+            state.training_seconds = state.training_seconds or training_seconds
+            self.clock = Clock(state.training_seconds, state.share)
+            seconds = state.training_seconds * (1 - state.share)
         self.earlier_position = self.position  # before the last step
-        seconds_left = self.state.training_seconds * (1 - self.state.share)
-        self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens, seconds=seconds_left))
+        phase = "" if not count else f"teacher {cycle + 1} of {count}" if cycle < count else "pupil"
+        self.session.listen(events.Plan(self.run_recipe.steps, self.recipe.batch_tokens, phase, seconds))
 
     @property
     def position(self) -> float:
-        """How far the learning rate schedule is, in steps. In a timed run, the clock decides."""
-        return self.state.share * self.recipe.steps if self.clock is not None else self.state.step
+        """How far the learning rate schedule is, in steps of this cycle. In a timed run, the clock decides."""
+        return self.state.share * self.recipe.steps if self.clock is not None else self.state.cycle_step
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all steps are done, or the time has passed."""
-        return self.state.share == 1 if self.clock is not None else self.state.step == self.recipe.steps
+        """Whether all steps of this cycle are done, or its time has passed."""
+        return self.state.share == 1 if self.clock is not None else self.state.cycle_step == self.recipe.steps
 
     def train(self) -> Result:
         """Trains until the last step, early stopping, or a signal."""
@@ -112,15 +158,11 @@ class Trainer:
                     self.state.first_step = time.perf_counter() - self.run.start_time
                 else:
                     self.journal.emit(events.ResumeEvent, checkpoint=folder.step_name(self.state.step))
-                is_over = self.run_due_actions()
-                self.checkpointer.take_snapshot()
                 self.world.shorten_timeout()
-                while not is_over:
-                    try:
-                        self.step()
-                        is_over = self.run_due_actions()
-                    except Diverged as diverged:
-                        self.roll_back(diverged)
+                self.train_cycle()
+                while self.state.cycle < self.run_recipe.n_teachers:
+                    self.begin_next_cycle()
+                    self.train_cycle()
                 return self.finish()
         except Stopped:
             self.end_by_signal()
@@ -129,16 +171,37 @@ class Trainer:
         except BaseException as error:
             self.fail(error)
         finally:
-            self.stepper.drop_graph()
             self.journal.close()
+
+    def train_cycle(self) -> None:
+        """Trains until the end of a cycle."""
+        is_over = self.run_due_actions()
+        self.checkpointer.take_snapshot()
+        while not is_over:
+            try:
+                self.step()
+                is_over = self.run_due_actions()
+            except Diverged as diverged:
+                self.roll_back(diverged)
+
+    def begin_next_cycle(self) -> None:
+        """Keeps the trained weights as a teacher, frees the memory of their training, and opens the next cycle."""
+        number, start = self.state.cycle + 1, self.state.start
+        kept = self.world.broadcast_object(lambda: keep_teacher(self.run.path, number, start))
+        del self.strategy, self.model, self.stepper, self.checkpointer
+        gc.collect()
+        self.state.begin_next_cycle()
+        self.open_cycle()
+        self.journal.emit(events.TeacherEvent, folder=kept)
+        self.start_clock()
 
     def step(self) -> None:
         """Takes one optimizer step. Reports the previous step while a GPU computes this one."""
         recipe, state, world = self.recipe, self.state, self.world
         start, self.earlier_position = time.perf_counter(), self.position
         lr = state.rate_factor * recipe.lr_at(self.position + 1)
-        world.seed(recipe.seed, state.step)
-        x, y, *lesson = self.batches.global_batch(state.step, world.rank, world.size)
+        world.seed(recipe.seed, state.cycle_step)
+        x, y, *lesson = self.batches.global_batch(state.cycle_step, world.rank, world.size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
         state.step_seconds += time.perf_counter() - start
         self.report_pending()
@@ -180,18 +243,18 @@ class Trainer:
             return False
         if self.is_due("eval_every") and self.held_out and state.measured_step != state.step:
             self.evaluate()
-        is_best = state.step > 0 and state.measured_step == state.step and state.evals_since_best == 0
+        is_best = state.cycle_step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         is_last = self.is_at_end or self.is_out_of_patience()
-        if self.is_due("sample_every") and state.step and not is_last:
+        if self.is_due("sample_every") and state.cycle_step and not is_last:
             text = self.stepper.run_eagerly(
                 lambda: sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
             )
             self.journal.emit(events.SampleEvent, text=text)
         state.settled_step = state.step
         if is_last:
-            self.checkpointer.save(recipe, lambda: self.session.stop.signum is not None)
-        elif is_best or (state.step and self.is_due("save_every")):
-            self.checkpointer.save(recipe)
+            self.checkpointer.save(self.run_recipe, lambda: self.session.stop.signum is not None)
+        elif is_best or (state.cycle_step and self.is_due("save_every")):
+            self.checkpointer.save(self.run_recipe)
         return is_last
 
     def poll(self) -> None:
@@ -202,7 +265,7 @@ class Trainer:
     def is_due(self, name: str) -> bool:
         """Whether a periodic action is due: after every interval ``name``, at the end, and before the first step of
         fine-tuning."""
-        step, interval = self.state.step, int(getattr(self.recipe, name))
+        step, interval = self.state.cycle_step, int(getattr(self.recipe, name))
         if self.is_at_end or not interval or not step:
             return self.is_at_end or (interval > 0 and self.run.init is not None)
         if name in self.recipe.by_clock.split():
@@ -266,8 +329,9 @@ class Trainer:
 
     def update_recipe(self, **changes: Any) -> None:
         """Changes the recipe and records it in ``run.json``."""
-        self.recipe = replace(self.recipe, **changes)
-        self.journal.write(resolved=asdict(self.recipe))
+        self.run_recipe = replace(self.run_recipe, **changes)
+        self.recipe = self.run_recipe.cycle(self.state.cycle)
+        self.journal.write(resolved=asdict(self.run_recipe))
 
     def finish(self) -> Result:
         """Evaluates the best checkpoint and returns the result of the run."""
@@ -275,7 +339,7 @@ class Trainer:
         if self.clock is not None and self.recipe.budget is not None:
             self.update_recipe(steps=self.state.step)
             self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
-            self.session.listen(events.Plan(self.recipe.steps, self.recipe.batch_tokens))
+            self.session.listen(events.Plan(self.state.step, self.recipe.batch_tokens))
         result = self.stepper.run_eagerly(
             lambda: evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         )
@@ -291,7 +355,7 @@ class Trainer:
         state, writer = self.state, self.checkpointer.writer
         self.poll()
         if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
-            self.checkpointer.save(self.recipe)
+            self.checkpointer.save(self.run_recipe)
         self.world.wait_for_main()
         writer.wait()
         self.journal.report_early_end("signal")
@@ -303,7 +367,7 @@ class Trainer:
         saved = f", saved in {self.run.path / folder.step_name(state.step)}" if state.step else ""
         raise Interrupted(
             self.signum,
-            f"interrupted at step {state.step:,} of {'about ' * self.recipe.is_timed}{self.recipe.steps:,}{saved}; "
+            f"interrupted at step {state.step:,} of {'about ' * self.recipe.is_timed}{self.run_recipe.steps:,}{saved}; "
             f"resume with: {self.run.resume_command}",
         )
 
@@ -327,7 +391,7 @@ class Trainer:
             error.hint = f"resume with: {self.run.resume_command}"
         if is_out_of_memory(error):
             rows = divisors(self.recipe.rows // self.world.size)
-            smaller = [n for n in rows if 2 * n <= self.stepper.micro_batch]
+            smaller = [n for n in rows if 2 * n <= self.recipe.micro_batch]
             hint = f"resume with: {self.run.resume_command}" + (f" --micro-batch {smaller[-1]}" if smaller else "")
             raise WorkError(f"out of memory at step {self.state.step:,}", hint) from error
         if (failure := device_failure(error)) is not None:

@@ -34,7 +34,6 @@ class Meter:
 
     minutes: float
     inputs: Inputs
-    teachers: Teachers
     session: Session
 
     def measure(self, draft: Recipe, facts: Facts) -> Facts:
@@ -53,13 +52,15 @@ class Meter:
         world, data = self.session.world, self.inputs.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
-        stepper = Stepper(strategy, recipe, self.teachers, self.session.note)
-        fit_micro_batch(stepper, data.batches(recipe).length)
+        batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute)
+        teachers.pretend_to_read(batches, recipe)
+        stepper = Stepper(strategy, recipe, teachers, self.session.note)
+        fit_micro_batch(stepper, batches.length)
         if recipe.compile:
             stepper.compile()  # The run itself reports compilation errors.
-        batches, total = self.teachers.teach(data.batches(recipe)), 60 * self.minutes
+        total = 60 * self.minutes
         max_seconds = PROBE_SHARE * total
-        seconds = time_steps(stepper, batches, share * total, max_seconds)
+        seconds = time_steps(stepper, teachers.teach(batches), share * total, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))

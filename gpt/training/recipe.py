@@ -42,6 +42,12 @@ MAX_GRAPH_FLOPS = 1e13
 COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
+# A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
+# parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
+MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
+TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
+MIN_TEACHER_STEPS = 100
+TEACHER_EVALUATIONS = 5  # of each
 MAX_STEPS = 2**53
 # Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
 # beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
@@ -84,6 +90,10 @@ class Facts:
         """The same facts without costs, for a draft."""
         return replace(self, costs=None, compiled_costs=None)
 
+    def with_own_teachers(self, count: int, model: GPTConfig) -> "Facts":
+        """The same facts for a run that trains teachers of its own size."""
+        return replace(self, teachers=(*[model] * count, *self.teachers))
+
     @classmethod
     def on(cls, compute: Compute, **others: Any) -> "Facts":
         """Returns the facts of a device and its machine, with ``others``."""
@@ -96,12 +106,23 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class OwnTeachers:
+    """The models that a run trains first, as its teachers, and how their settings differ from the run's."""
+
+    count: Positive
+    steps: Positive  # of each
+    weight_decay: Amount
+    dropout: Annotated[float, Within(0, 0.99)]
+    eval_every: Positive
+
+
+@dataclass(frozen=True)
 class Recipe:
     """The resolved settings of a training run."""
 
     preset: str
     model: GPTConfig
-    steps: Positive
+    steps: Positive  # of the whole run, with its own teachers
     batch_tokens: Positive  # tokens per step
     rows: Positive  # sequences per step
     micro_batch: Positive  # sequences per forward pass in a process
@@ -131,7 +152,28 @@ class Recipe:
     # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
+    own_teachers: OwnTeachers | None = None
     budget: TimeBudget | None = None  # None without ``--minutes``, and in drafts
+
+    @property
+    def n_teachers(self) -> int:
+        """The number of teachers that the run trains itself."""
+        return self.own_teachers.count if self.own_teachers else 0
+
+    def cycle(self, number: int) -> "Recipe":
+        """The recipe of a cycle, whose steps are its own: of a teacher, counted from 0, or after the last of them, of
+        the model that learns from them. Each teacher has a seed of its own."""
+        own = self.own_teachers
+        if own is None:
+            return self
+        if number >= own.count:
+            return replace(self, steps=max(1, self.steps - own.count * own.steps), own_teachers=None)
+        return replace(
+            self, seed=self.seed + number + 1, steps=own.steps, warmup=default_warmup(own.steps),
+            decay=round(DECAY_SHARE * own.steps), weight_decay=own.weight_decay, eval_every=own.eval_every,
+            save_every=min(self.save_every, own.eval_every), sample_every=0, ramp=None, teacher_weight=0.0,
+            model=replace(self.model, dropout=own.dropout), own_teachers=None,
+        )  # fmt: skip
 
     @property
     def saved_model(self) -> GPTConfig:
@@ -218,6 +260,8 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
     A run with ``--minutes`` needs measured costs. Without them, returns a draft without a `budget`, whose costs are to
     be measured: first of uncompiled steps, then of compiled ones if the run compiles.
     """
+    if config.teachers is None:
+        config = replace(config, teachers=count_teachers(config, facts))
     if config.minutes is None:
         return _plan_steps(config, facts)
     # The default batch of fine-tuning depends on the tokens that there is time for, and can take minutes.
@@ -227,13 +271,14 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
         return draft
     budget, tokens = divide_time(config, draft, facts.costs, config.minutes)
     draft = _plan_steps(config, facts, tokens)
-    planned = replace(config, minutes=None, teachers=0, compile="on" if draft.compile else "off")
+    planned = replace(config, minutes=None, compile="on" if draft.compile else "off")
     if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and a speed of its own.
         steps = max(1, round(tokens / draft.batch_tokens))
         draft = _plan_steps(replace(planned, steps=steps), facts, tokens)
         if facts.compiled_costs is None:
             return draft
-        planned = replace(planned, dropout=draft.model.dropout, micro_batch=str(draft.micro_batch))
+        dropout = config.dropout if config.teachers else draft.model.dropout
+        planned = replace(planned, dropout=dropout, micro_batch=str(draft.micro_batch))
         budget, tokens = divide_time(config, draft, facts.compiled_costs, config.minutes)
     steps = max(1, round(tokens / draft.batch_tokens))
     eval_every = config.eval_every or math.ceil(steps / budget.pauses)
@@ -244,6 +289,22 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
     if config.eval_every is not None and "save_every" in by_clock:
         by_clock.remove("save_every")
     return replace(recipe, warmup=min(recipe.warmup, steps), by_clock=" ".join(by_clock), budget=budget)
+
+
+def count_teachers(config: TrainConfig, facts: Facts) -> int:
+    """The number of teachers that a run should train first. They pay off only if the model would read the text so
+    often that it learns little more from it (benchmarks/defaults.md)."""
+    recipe = plan(replace(config, teachers=0), facts.unmeasured)
+    tokens: float = recipe.tokens(recipe.steps)
+    if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
+        return 0
+    if config.minutes is not None:
+        tokens = divide_time(config, recipe, facts.costs, config.minutes)[1] if facts.costs else 0.0
+    steps, passes = round(tokens / recipe.batch_tokens), tokens / facts.tokens
+    if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * facts.tokens / breakdown(recipe.model).trainable:
+        return 0
+    count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+    return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
 
 
 def divide_time(config: TrainConfig, recipe: Recipe, costs: Costs, minutes: float) -> tuple[TimeBudget, float]:
@@ -263,6 +324,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     preset = find_preset(name) if base is None else replace(find_preset(name), model=base)
     model = _model_shape(config, preset, 2**63 if facts.rows else facts.tokens, facts.vocab_size)
     optimizer = auto_optimizer(config, model)
+    facts = facts.with_own_teachers(config.teachers or 0, model)
     _check_contexts(model, config, facts.teachers)
     if base is not None:
         default_epochs = finetune.choose_epochs(facts.tokens, facts.rows > 0, model, facts.device)
@@ -273,8 +335,9 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         preset = finetune.shrink_batch(preset, default_epochs * facts.tokens, finetune.STEPS) if facts.rows else preset
     batch = _plan_batch(config, preset, model, facts)
     steps = _total_steps(config, facts.tokens, batch, default_epochs)
-    if config.teachers:
-        steps = max(1, steps // 2)
+    own_teachers = _plan_teachers(config, facts, model, batch, steps) if config.teachers else None
+    earlier_steps = own_teachers.count * own_teachers.steps if own_teachers else 0
+    steps = max(1, steps - earlier_steps)
     passes = 0.0 if base is not None else batch.tokens_read(steps) / facts.tokens
     dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
     if facts.teachers and base is None:
@@ -285,7 +348,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     recipe = Recipe(
         preset=name,
         model=model,
-        steps=steps,
+        steps=earlier_steps + steps,
         batch_tokens=batch.tokens,
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
@@ -304,9 +367,22 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         loss_chunk=batch.setup.loss_chunk,
         context=facts.base.block_size if facts.base is not None and facts.base.positions == "rotary" else 0,
         teacher_weight=config.teacher_weight if facts.teachers else 0.0,
+        own_teachers=own_teachers,
         **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, facts))
+
+
+def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "_Batch", steps: int) -> OwnTeachers:
+    """Plans a run's own teachers, which share half of its ``steps``."""
+    count = config.teachers or 1
+    steps = max(1, steps // 2 // count)
+    passes = 0.0 if facts.base is not None else steps * batch.tokens / facts.tokens
+    dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
+    weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
+    dropout = dropout if config.dropout is None else model.dropout
+    eval_every = config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS)
+    return OwnTeachers(count, steps, weight_decay, dropout, eval_every)
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
@@ -319,7 +395,12 @@ def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:
 
 def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
     """Returns notes for the user about settings that the plan changed, or that have less effect than intended."""
-    lines, model, steps = [], recipe.model, recipe.steps
+    lines, model, steps = [], recipe.model, recipe.cycle(recipe.n_teachers).steps
+    if config.teachers is None and recipe.n_teachers:
+        lines.append(
+            f"{recipe.n_teachers} teachers train first, in half of the {'time' if recipe.is_timed else 'steps'}: a "
+            "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
+        )
     shape = facts.base and finetune.training_shape(config, facts.base)
     context = choose_context(config, shape or find_preset(recipe.preset).model)
     if shape and facts.base and config.block_size is None and context < facts.base.block_size:
@@ -342,7 +423,7 @@ def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
         lines.append(f"warmup is longer than the run, about {steps:,} steps: the learning rate rises in all of them")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
-    if config.teacher_weight != TrainConfig.teacher_weight and not facts.teachers:
+    if config.teacher_weight != TrainConfig.teacher_weight and not (facts.teachers or recipe.own_teachers):
         lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
@@ -453,7 +534,7 @@ def _check_batch(rows: int, tokens: float, memory: int) -> None:
 def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows: int) -> Setup:
     """Plans the micro-batch of a process with ``rows`` sequences per step. If dropout is not yet decided, counts its
     memory."""
-    if config.dropout is None and config.init is None and not facts.teachers:
+    if config.dropout is None and config.init is None and (config.teachers or not facts.teachers):
         model = replace(model, dropout=DROPOUT)
     setup = replace(_memory_setup(config, model, auto_optimizer(config, model), facts), recompute=config.recompute)
     if config.micro_batch == "auto":
@@ -484,6 +565,7 @@ def check_model(recipe: Recipe, facts: Facts) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
     memory. Otherwise, the system would kill the process."""
     model, memory, here = recipe.model, facts.memory, facts.local_processes
+    facts = facts.with_own_teachers(recipe.n_teachers, model)
     setup = _memory_setup(recipe, model, recipe.optimizer, facts)
     is_read = facts.teachers and not facts.rows and can_read(facts.tokens, recipe)
     codes = facts.tokens * model.vocab_size if is_read else 0  # once per machine
@@ -535,7 +617,12 @@ def check_even_split(rows: int, processes: int, row_tokens: int | None = None) -
 def _warmup_steps(config: TrainConfig, steps: int, batch: _Batch) -> int:
     if config.warmup_tokens is not None:
         return batch.steps(config.warmup_tokens) if config.warmup_tokens else 0
-    return min(2000, round(steps / 20)) if config.warmup is None else config.warmup
+    return default_warmup(steps) if config.warmup is None else config.warmup
+
+
+def default_warmup(steps: int) -> int:
+    """The default warmup of a run with so many steps."""
+    return min(2000, round(steps / 20))
 
 
 def _total_steps(config: TrainConfig, n_tokens: int, batch: _Batch, default_epochs: float) -> int:

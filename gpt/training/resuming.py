@@ -3,7 +3,7 @@
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,12 +22,12 @@ from gpt.settings import checked, from_dict
 from gpt.text.corpus import open_corpus
 from gpt.text.token_folder import MANIFEST, TokenFolder, find_token_folders
 from gpt.training import logs
-from gpt.training.context import Result, Session, now, versions
+from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
-from gpt.training.state import SavedState, read_saved_state
+from gpt.training.state import SavedState, TrainState, read_saved_state
 from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 from gpt.words import counted
 
@@ -91,6 +91,7 @@ def find_and_lock(run: str | None, changes: Mapping[str, Any], session: Session)
         logs.check(str(changes.get("log", started.config.log)))
         with disk_errors(path):
             files.recover(path)
+            files.recover(path / TEACHERS)
             folder.write_index(path)
         yield str(path), find_checkpoint(path, session.note)
 
@@ -158,8 +159,6 @@ def read_started(run: Path, name: str | None = None) -> StartedRun:
     result = Result.of(run, record.result) if record.ended and record.result is not None else None
     saved = None if name is None else read_saved_state(run / name)
     config = replace(config, preset=record.size or config.preset)
-    if config.teachers is None:
-        config = replace(config, teachers=record.own_teachers)
     return StartedRun(run, record, record.texts, config, None if name is None else run / name, saved, result)
 
 
@@ -180,27 +179,10 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
             f"fine-tune from them: gpt train TEXT --init {run}",
         )
     path = folder.find_newest_intact(run, note, training=True)
-    if checkpoint.peek(path)[0] != read_saved_state(path).recipe.saved_model:
+    saved = read_saved_state(path)
+    if checkpoint.peek(path)[0] != saved.recipe.cycle(saved.state.cycle).saved_model:
         raise UserError(f"{path} is damaged: its training state is for a model of another shape", folder.HINT)
     return path.name
-
-
-def prepare_teacher(
-    started: StartedRun, number: int, plan: Mapping[str, Any], note: Callable[[str], None]
-) -> tuple[str, str | None]:
-    """Creates or repairs the folder of a run's own teacher. Returns the folder, and the checkpoint's name to resume
-    from, if any. ``plan`` are settings of a new teacher that differ from the run's."""
-    run, config = started.run, started.config
-    path = run / TEACHERS / str(number)
-    with disk_errors(run):
-        if not folder.is_run(path):
-            path.mkdir(parents=True, exist_ok=True)
-            own = replace(config, **plan, seed=config.seed + number, out=str(path))
-            own = replace(own, teachers=0, teacher=(), sample_every=0, merge_lora=False, log="none")
-            RunRecord(FORMAT, now(), started.texts, asdict(own), started.record.size).write(path)
-        files.recover(path)
-        folder.write_index(path)
-    return str(path), None if RunRecord.read(path).result else find_checkpoint(path, note)
 
 
 def restore_compute(
@@ -245,10 +227,11 @@ def restore_compute(
 
 
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
-    """Opens the base model if the run still needs it: at step 0, or for adapters. Raises `UserError` if the base model
-    is missing or its weights have changed."""
-    config, recorded = started.config, started.record.init
-    if config.init is None or (started.saved is not None and not started.saved.recipe.lora_rank):
+    """Opens the base model if the run still needs it: to start a cycle, or for adapters. Raises `UserError` if it is
+    missing or its weights have changed."""
+    config, recorded, saved = started.config, started.record.init, started.saved
+    is_loaded = saved is not None and not saved.recipe.lora_rank and saved.state.cycle == saved.recipe.n_teachers
+    if config.init is None or is_loaded:
         return None
     if recorded is None:
         return find_init(config)
@@ -319,7 +302,7 @@ def open_data(
 
 
 def apply_changes(
-    recipe: Recipe, changes: Mapping[str, Any], step: int, note: Callable[[str], None], processes: int = 1
+    recipe: Recipe, changes: Mapping[str, Any], state: TrainState, note: Callable[[str], None], processes: int = 1
 ) -> Recipe:
     """Applies ``changes`` to the recipe, for ``processes`` ranks. Raises `UserError` for fewer steps or a batch
     that the processes cannot split evenly."""
@@ -353,7 +336,8 @@ def apply_changes(
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:
         new_recipe = replace(recipe, steps=steps)
-        current, new_lr = (schedule.lr_at(step + 1) for schedule in (recipe, new_recipe))
+        step = state.step
+        current, new_lr = (each.cycle(state.cycle).lr_at(state.cycle_step + 1) for each in (recipe, new_recipe))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
             f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {new_lr:.2g}"

@@ -28,7 +28,9 @@ _DTYPES = ("F32", "U8", "I64")
 class TrainState:
     """The training state, without weights, moments, random states and the recipe."""
 
-    step: Count = 0  # completed optimizer steps; they determine the next batch
+    step: Count = 0  # completed optimizer steps of the run
+    cycle: Count = 0  # the run's own teachers that are trained
+    start: Count = 0  # the step at which this cycle began: that of the next teacher, or of the model itself
     settled_step: Annotated[int, Within(-1)] = -1  # newest step whose evaluation, samples and checkpoint are done
     measured_step: Annotated[int, Within(-1)] = -1  # step of the newest evaluation
     measured_loss: float | None = None  # loss of the newest evaluation, nats per token
@@ -44,6 +46,20 @@ class TrainState:
     training_seconds: Amount = 0.0  # time for training in a timed run
     share: Annotated[float, Within(0, 1)] = 0.0  # share of ``training_seconds`` that has passed
     metrics_bytes: Count = 0  # bytes of metrics.jsonl so far
+
+    @property
+    def cycle_step(self) -> int:
+        """The completed steps of this cycle. They determine the next batch."""
+        return self.step - self.start
+
+    def tokens(self, recipe: Recipe, step: int) -> int:
+        """The tokens that the run has trained on at a ``step`` of this cycle, whose ``recipe`` is given."""
+        return self.start * recipe.batch_tokens + recipe.tokens(step - self.start)
+
+    def begin_next_cycle(self) -> None:
+        """Keeps only what counts for the whole run."""
+        kept = {name: getattr(self, name) for name in ("step", "step_seconds", "seconds", "first_step")}
+        vars(self).update(vars(TrainState(**kept, cycle=self.cycle + 1, start=self.step)))
 
 
 @dataclass(frozen=True)
@@ -121,9 +137,10 @@ def read_saved_state(path: Path) -> SavedState:
     if values.get("format") != FORMAT:
         raise UserError(f"{file} has format {values.get('format')!r}; this program reads format {FORMAT}", "update gpt")
     saved = checked(SavedState, values, str(file))
-    step, recipe = saved.state.step, saved.recipe
-    if (step > recipe.steps and not recipe.is_timed) or not saved.state.windows:
-        raise UserError(f"{file} is damaged: step {step} of {recipe.steps}", folder.HINT)
+    state, recipe = saved.state, saved.recipe
+    is_possible = state.start <= state.step and state.cycle <= recipe.n_teachers and state.windows
+    if not is_possible or (state.cycle_step > recipe.cycle(state.cycle).steps and not recipe.is_timed):
+        raise UserError(f"{file} is damaged: step {state.step} of {recipe.steps}", folder.HINT)
     ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
     if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):

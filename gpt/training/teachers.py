@@ -1,8 +1,12 @@
 """Teachers: other models whose probabilities a run learns from (Hinton et al. 2015, arXiv 1503.02531)."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+import contextlib
+import math
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -10,26 +14,24 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpt import events
 from gpt.config import TrainConfig
 from gpt.device import Compute
 from gpt.errors import UserError
+from gpt.files import TEMPORARY, atomic_folder, disk_errors, write_pieces
 from gpt.model.decoder import GPT
 from gpt.model.loss import encode_probabilities, mean_probabilities
-from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
 from gpt.text.batches import Batches, Int64s
 from gpt.text.tokenizer import Tokenizer
+from gpt.training.context import Session
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint
-from gpt.training.recipe import Facts, Recipe, can_read, divide_time, plan
+from gpt.training.recipe import Recipe, can_read
 
-TEACHERS = "teachers"  # subfolder of the run folder, for the runs of its own teachers
+TEACHERS = "teachers"  # subfolder of the run folder, for the weights of its own teachers
 READ_TOKENS = 8192  # positions of a text that teachers read at once
-# A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
-# parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
-MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
-TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
-MIN_TEACHER_STEPS = 100
+COPY_BYTES = 2**24  # bytes copied at once
 
 Uint8s = npt.NDArray[np.uint8]
 
@@ -51,8 +53,8 @@ class TaughtBatches:
 class Teachers:
     """Teachers on a device, without gradients or dropout. ``found`` are their checkpoints.
 
-    They `read` a text once, before the run, because a pupil sees it many times. If the probabilities don't fit into
-    memory, they compute them for every batch.
+    They `read` a text once, before the pupil, which sees it many times. If the probabilities don't fit into memory,
+    they compute them for every batch.
     """
 
     def __init__(self, found: Sequence[InitCheckpoint], compute: Compute) -> None:
@@ -67,28 +69,62 @@ class Teachers:
         models = [checkpoint.load(each.path, self.compute.device, dtype=dtype).model.to(dtype) for each in self.found]
         return [model.eval().requires_grad_(False) for model in models]
 
-    def read(self, batches: BatchSource, recipe: Recipe, report: Callable[[int, int], None]) -> None:
+    def read(
+        self, batches: BatchSource, recipe: Recipe, run: Path, session: Session, max_seconds: float = math.inf
+    ) -> None:
         """Computes the mean of the teachers' probabilities after each id of a text, if there are teachers and they
-        `can_read` it. Calls ``report`` with the ids done and their total.
+        `can_read` it. Gives up after a signal, or if it would take more than ``max_seconds``.
 
-        Windows of T ids overlap by half, so that each prediction has at least T / 2 ids of context.
+        One process of each machine does this. The others map its result, through a file in ``run`` that is removed.
         """
         if not self.found or not isinstance(batches, Batches) or not can_read(len(batches.ids), recipe):
             return
-        n, T, vocab_size = len(batches.ids), batches.block_size, recipe.model.vocab_size
+        world, shape = session.world, (len(batches.ids), recipe.model.vocab_size)
+        if world.local_rank == 0:
+            self.codes = self._read(batches, recipe.model.vocab_size, session, max_seconds)
+        if world.all_reduce_max(world.local_rank == 0 and self.codes is None):
+            self.codes = None
+            return
+        vars(self).pop("models", None)  # frees their memory
+        if world.local_size == 1:
+            return
+        path = run / f"{TEMPORARY}codes-{world.rank - world.local_rank}"
+        with disk_errors(run):
+            if self.codes is not None:
+                self.codes.tofile(path)
+            world.all_reduce_max(0)
+            self.codes = np.asarray(np.memmap(path, np.uint8, "r", shape=shape))
+            world.all_reduce_max(0)
+        with contextlib.suppress(OSError):  # Windows cannot remove a mapped file.
+            path.unlink(missing_ok=True)
+
+    def pretend_to_read(self, batches: BatchSource, recipe: Recipe) -> None:
+        """Uses dummy probabilities, which take as long, if the teachers `can_read` the text."""
+        if self.found and isinstance(batches, Batches) and can_read(len(batches.ids), recipe):
+            self.codes = np.broadcast_to(np.uint8(1), (len(batches.ids), recipe.model.vocab_size))
+
+    def _read(self, batches: Batches, vocab_size: int, session: Session, max_seconds: float) -> Uint8s | None:
+        """Returns the codes of a text, or None if it gave up. Windows of T ids overlap by half, so that each prediction
+        has at least T / 2 ids of context."""
+        n, T, begin = len(batches.ids), batches.block_size, time.perf_counter()
         stride = -(-T // 2)
         codes, starts = np.empty((n, vocab_size), np.uint8), np.arange(0, n, stride)
         for windows in np.split(starts, range(0, len(starts), max(1, READ_TOKENS // T))[1:]):
-            report(int(windows[0]), n)
+            done, elapsed = int(windows[0]), time.perf_counter() - begin
+            if session.stop.signum is not None:
+                return None
+            if elapsed > max_seconds / 8 and elapsed * n > max_seconds * done:
+                session.note("reading the text takes too long: the teachers compute the probabilities of every batch")
+                return None
+            session.listen(events.Progress("read by the teachers", done, n, "tokens"))
             x, _ = batches.windows_at(windows)
             tensors = self(torch.from_numpy(x.copy()).to(self.compute.device))
             states = [stream[:, T - stride :].flatten(0, 1) for stream in tensors[::2]]
             with torch.no_grad(), self.compute.autocast():
                 q = mean_probabilities(states, [table[:vocab_size] for table in tensors[1::2]], vocab_size)
             codes[(windows[:, None] + np.arange(T - stride, T)).ravel() % n] = encode_probabilities(q).cpu().numpy()
-        report(n, n)
-        self.codes = codes
-        del self.models  # frees their memory
+        session.listen(events.Progress("read by the teachers", n, n, "tokens"))
+        return codes
 
     def teach(self, batches: BatchSource) -> BatchSource | TaughtBatches:
         """Adds the probabilities to the batches of a text that the teachers have read."""
@@ -113,48 +149,31 @@ class Teachers:
         return [torch.ones(*x.shape, self.codes.shape[1], dtype=torch.uint8, device=x.device)]
 
 
-def count_teachers(config: TrainConfig, facts: Facts) -> int:
-    """The number of teachers that a run should train first. They pay off only if the model would read the text so
-    often that it learns little more from it (benchmarks/defaults.md)."""
-    recipe = plan(replace(config, teachers=0), facts.unmeasured)
-    if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
-        return 0
-    tokens: float = recipe.tokens(recipe.steps)
-    if config.minutes is not None and facts.costs is not None:
-        tokens = divide_time(config, recipe, facts.costs, config.minutes)[1]
-    steps, passes = round(tokens / recipe.batch_tokens), tokens / facts.tokens
-    if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * facts.tokens / breakdown(recipe.model).trainable:
-        return 0
-    count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
-    return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
-
-
-def count_teacher_steps(config: TrainConfig, facts: Facts) -> int:
-    """The number of steps of each of the run's own teachers, which share half of its steps or minutes."""
-    recipe, costs = plan(config, facts.unmeasured), facts.compiled_costs or facts.costs
-    steps = recipe.steps
-    if config.minutes is not None and costs is not None:
-        try:
-            steps = round(divide_time(config, recipe, costs, config.minutes / 2)[1] / recipe.batch_tokens)
-        except UserError as error:
-            raise UserError(error.message, "use more --minutes, or --teachers 0") from None
-    return max(1, steps // (config.teachers or 1))
-
-
 def find_teacher(name: str) -> InitCheckpoint:
     """Returns the teacher that ``name`` names. Raises `UserError` if there is none."""
     path = folder.find_checkpoint(name)
     return InitCheckpoint(name, path, *checkpoint.peek(path), folder.weight_checksums(path))
 
 
-def own_teachers(run: Path, config: TrainConfig) -> list[InitCheckpoint]:
+def keep_teacher(run: Path, number: int, start: int) -> str:
+    """Copies the weights of the best checkpoint after step ``start`` to the folder of the run's own teacher ``number``.
+    Returns the folder's name in the run."""
+    best = folder.best([entry for entry in folder.checkpoints(run) if entry.step > start])
+    target = run / TEACHERS / str(number)
+    with disk_errors(run):
+        target.parent.mkdir(exist_ok=True)
+        shutil.rmtree(target, ignore_errors=True)
+        with atomic_folder(target) as copy:
+            for path in (run / best.name).iterdir():
+                if path.name not in folder.TRAINING:
+                    with path.open("rb") as file:
+                        write_pieces(copy / path.name, iter(partial(file.read, COPY_BYTES), b""))
+    return f"{TEACHERS}/{number}"
+
+
+def own_teachers(run: Path, count: int) -> list[InitCheckpoint]:
     """Returns the teachers that the run trained itself. Raises `UserError` if one is missing or damaged."""
-    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, (config.teachers or 0) + 1)]
-
-
-def whole_run(path: Path) -> Path:
-    """Returns the run that the run at ``path`` is a part of: for a run's own teacher, that run."""
-    return path.parent.parent if path.parent.name == TEACHERS and folder.is_run(path.parent.parent) else path
+    return [find_teacher(str(run / TEACHERS / str(number))) for number in range(1, count + 1)]
 
 
 def choose_tokenizer(

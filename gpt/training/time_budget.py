@@ -76,10 +76,12 @@ class TimeBudget:
             answers=max(1, answers),
         )
 
-    def training_seconds(self, elapsed: float) -> float:
+    def training_seconds(self, elapsed: float, teachers: int = 0) -> float:
         """The time from the first step to the last, evaluations included, if the first step is after ``elapsed``
-        seconds."""
-        return max(self.total - self.end - elapsed, MIN_TRAINING * self.total)
+        seconds. If that many ``teachers`` still come before the model itself, the time of the next of them: an equal
+        share of the rest of the first half."""
+        left = self.total / 2 if teachers else self.total - self.end
+        return max(left - elapsed, MIN_TRAINING * self.total) / max(1, teachers)
 
     def tokens(self, elapsed: float, token_seconds: float, step_tokens: int) -> float:
         """Estimates the training tokens. Raises `UserError` if the time has already passed, or is too short for

@@ -13,7 +13,7 @@ from conftest import TINY, facts, resolved
 from gpt.config import Arch, TrainConfig
 from gpt.device import Compute
 from gpt.parallel.world import World
-from gpt.training import measuring, size, teachers
+from gpt.training import measuring, recipe, size
 from gpt.training.size import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes
 
 CPU = Compute(torch.device("cpu"), torch.float32)
@@ -32,7 +32,7 @@ def fake_throughput(flops: float, measured_names: list[str]) -> Callable[[str], 
 def count_teachers(tokens: int, passes: float, preset: str = "tiny", rows: int = 0, **settings: Any) -> int:
     """Returns the default number of teachers of a run with so many passes over a text."""
     config = TrainConfig(preset=preset, epochs=passes, **settings)
-    return teachers.count_teachers(config, facts(bytes=3 * tokens, tokens=tokens, rows=rows))
+    return recipe.count_teachers(config, facts(bytes=3 * tokens, tokens=tokens, rows=rows))
 
 
 def test_teachers_are_chosen_for_texts_that_a_run_reads_too_often() -> None:

@@ -4,10 +4,12 @@ import json
 import shutil
 import signal
 import sys
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,18 +30,23 @@ from conftest import (
 )
 from models import CPU, SHAPES, loud, save, tiny_model
 from ranks import copy_killed_run
+from safetensors.torch import load_file
 
 import gpt as library
 from gpt import events, programs
 from gpt.config import Arch, GPTConfig, TrainConfig
 from gpt.errors import Interrupted, UserError
+from gpt.interrupt import StopSignal
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
+from gpt.parallel.world import World
+from gpt.runs import folder, report
 from gpt.text.batches import Batches
-from gpt.training import recipe
+from gpt.training import loop, recipe
+from gpt.training.context import Session
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
-from gpt.training.strategy import Single
+from gpt.training.strategy import Single, make_strategy
 from gpt.training.teachers import Teachers, find_teacher
 
 PUPIL: dict[str, Any] = {"steps": 8, "save_every": 3, "eval_every": 4, "seed": 5}
@@ -148,11 +155,13 @@ def test_teachers_read_each_id_with_half_a_window_of_context(T: int, workdir: Pa
     paths = [save(Path(f"teacher-{V}"), loud(GPTConfig.of("modern", V, 8, 1, 2, 16), V)) for V in (257, 272)]
     ids = np.random.default_rng(0).integers(257, size=45)
     batches = Batches(Ids(ids), T, 3, seed=4)
-    teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[tuple[int, int]]()
-    teachers.read(
-        batches, resolved_with(teachers, block_size=T, batch_tokens=3 * T), lambda *report: reports.append(report)
-    )
-    assert (reports[0], reports[-1]) == ((0, 45), (45, 45))
+    teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[Any]()
+    plan = resolved_with(teachers, block_size=T, batch_tokens=3 * T)
+    session = Session(World(), StopSignal(), reports.append, 0.0)
+    teachers.read(batches, plan, Path(), session, max_seconds=0)
+    assert teachers.codes is None
+    teachers.read(batches, plan, Path(), session)
+    assert [(reports[i].done, reports[i].total) for i in (1, -1)] == [(0, 45), (45, 45)]
     assert teachers.codes is not None
     probabilities = decode_probabilities(torch.from_numpy(teachers.codes))
     models, stride = [library.load(path).model for path in paths], -(-T // 2)
@@ -300,7 +309,7 @@ OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout":
 
 
 def interrupt_after(steps: int, work: Any) -> None:
-    """Sends SIGINT at the event of this many steps, counted over all phases."""
+    """Sends SIGINT at the event of this many steps."""
     left = [steps]
 
     def on_event(event: Any) -> None:
@@ -313,24 +322,47 @@ def interrupt_after(steps: int, work: Any) -> None:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
-def test_own_teachers_and_resume_in_each_phase(text: Path) -> None:
-    """Two teachers take 3 of 12 steps each, and the pupil takes 6."""
-    whole, run_events = train(text, out="whole", **OWN)
+def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two teachers take 3 of 12 steps each, and the model takes 6. The memory of each is free before the next."""
+    parameters: list[weakref.ref[Any]] = []
+
+    def make(*args: Any) -> Any:
+        assert all(parameter() is None for parameter in parameters)
+        strategy = make_strategy(*args)
+        parameters.extend(map(weakref.ref, strategy.model.parameters()))
+        return strategy
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "make_strategy", make)
+        whole, run_events = train(text, out="whole", **OWN)
     plans = [(event.phase, event.steps) for event in run_events if isinstance(event, events.Plan)]
-    assert plans == [("teacher 1 of 2", 3), ("teacher 2 of 2", 3), ("pupil", 6)]
-    assert whole.steps == 6
-    teachers = [Path("whole/teachers/1"), Path("whole/teachers/2")]
+    assert plans == [("teacher 1 of 2", 12), ("teacher 2 of 2", 12), ("pupil", 12)]
+    assert whole.steps == 12
+    assert [entry.step for entry in folder.checkpoints(whole.run)] == [10, 12]
+    assert [step.step for step in report.read_history(whole.run).steps] == [*range(7, 13)]
     assert not list(Path("whole/teachers").rglob("training.*"))
-    assert [len(list(path.glob("step-*"))) for path in teachers] == [1, 1]
-    assert not torch.equal(*(weights(path)["model.embed_tokens.weight"] for path in teachers))
+    first, second = teacher_weights("whole")
+    assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
     interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
-    for steps in (2, 1, 2):
+    assert library.load("parts").path == Path("parts/step-000002")
+    for steps in (1, 3, 2):
         interrupt_after(steps, partial(library.resume, "parts"))
-    result = library.resume("parts")
-    assert_same(Path("parts"), Path("whole"))
-    assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
-    for path in teachers:
-        assert curve(Path("parts") / path.relative_to("whole")) == curve(path)
+    kills = {"before keeping": "loop.keep_teacher", "kept": "loop.own_teachers", "reading": "teachers.Teachers._read"}
+    for run, place in kills.items():
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(f"gpt.training.{place}", Mock(side_effect=KeyboardInterrupt))
+            train_quietly(text, lambda event: None, out=run, **OWN)
+    for run in ("parts", *kills):
+        result = library.resume(run)
+        assert (result.val_loss, result.sample) == (whole.val_loss, whole.sample)
+        assert_same(Path(run), Path("whole"))
+        assert curve(Path(run)) == curve(Path("whole"))
+        for actual, expected in zip(teacher_weights(run), (first, second), strict=True):
+            assert all(torch.equal(tensor, expected[name]) for name, tensor in actual.items())
+
+
+def teacher_weights(run: str) -> list[dict[str, torch.Tensor]]:
+    return [load_file(f"{run}/teachers/{number}/model.safetensors") for number in (1, 2)]
 
 
 def train_quietly(text: Path, listen: Any, **settings: Any) -> None:

@@ -106,8 +106,8 @@ def two() -> None:
 
 
 @contextlib.contextmanager
-def steady_clock(steps: int, ahead: float = 0.0) -> Iterator[None]:
-    """Makes each timed run take ``steps`` steps. Its clock does not depend on the speed of this machine, and is
+def steady_clock(steps: int, ahead: float = 0.0, cycles: int = 1) -> Iterator[None]:
+    """Makes each of the ``cycles`` of a timed run take ``steps`` steps. Its clock does not depend on the speed of this machine, and is
     ``ahead`` of that share of the time."""
 
     def share(clock: Clock) -> float:
@@ -115,7 +115,7 @@ def steady_clock(steps: int, ahead: float = 0.0) -> Iterator[None]:
         return min(1.0, vars(clock)["reads"] / steps + ahead)
 
     def tokens(budget: TimeBudget, elapsed: float, token_seconds: float, step_tokens: int) -> float:
-        return float(steps * step_tokens)
+        return float(cycles * steps * step_tokens)
 
     with mock.patch.object(Clock, "share", share), mock.patch.object(TimeBudget, "tokens", tokens):
         yield
