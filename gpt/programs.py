@@ -44,7 +44,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
         return compile(trace(), scratch, options)
 
-    return load(digest(key), ".pt2", build, _open, note)
+    return load(digest(key), ".pt2", build, lambda path: _open(path), note)
 
 
 def load(name: str, suffix: str, build: Callable[[Path], Path], open: Callable[[Path], T], note: Note) -> T:
