@@ -176,18 +176,24 @@ class PackedEmbedding(nn.Module):
         return to_tensor(self.matrix.restore(ids.flatten())).float().view(*ids.shape, -1)
 
 
-def pack(module: nn.Module, lib: ctypes.CDLL) -> None:
-    """Packs all matrices of a module in place, and a model's embedding, which shares the memory of a tied LM head."""
+def pack(module: nn.Module, lib: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> None:
+    """Packs all matrices of a module in place, and a model's embedding, which shares the memory of a tied LM head.
+    Unquantized matrices are rounded to ``dtype``. Everything else becomes float32, as activations are."""
+
+    def pack_matrix(weight: Tensor | Quantized, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(lib, weight if isinstance(weight, Quantized) else weight.to(dtype), bias)
+
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | QuantizedLinear):
-                setattr(parent, name, PackedLinear(lib, child.weight, child.bias))
+                setattr(parent, name, pack_matrix(child.weight, child.bias))
     if isinstance(module, GPT):
         if module.lm_head is None:
-            module.lm_head = PackedLinear(lib, module.wte.weight, None)
-        matrix = module.lm_head if module.config.tied else PackedLinear(lib, module.wte.weight, None)
+            module.lm_head = pack_matrix(module.wte.weight)
+        matrix = module.lm_head if module.config.tied else pack_matrix(module.wte.weight)
         assert isinstance(matrix, PackedLinear)
         module.set_submodule("wte", PackedEmbedding(matrix))
+    module.float()
 
 
 def _interleave(lib: ctypes.CDLL, rows: Tensor, words: int) -> Tensor:

@@ -106,11 +106,11 @@ def prepare(model: Module, compute: Compute, note: Note = lambda text: None) -> 
     Converts weights to the dtype of ``compute`` and linear layers to the device's fastest layout. On a CPU, this is the
     layout of `native`. Without a C compiler, ``note`` is called, and the layout doesn't change.
     """
+    if compute.device.type == "cpu" and (lib := native.find(note)) is not None:
+        native.pack(model, lib, compute.dtype)
+        return model
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
-    if compute.device.type == "cpu" and (lib := native.find(note)) is not None:
-        native.pack(model, lib)
-        model.float()  # All activations are float32, and so are norms and biases.
     if compute.device.type != "cuda":
         return model
     with torch.no_grad():

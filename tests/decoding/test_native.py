@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_a_text_does_not_depend_on_other_requests(dtype: str, count: int) -> Non
     config = GPTConfig.of("modern", 50, 48, 2, 4, 64, n_kv_head=2, window=12)
     bits = {"int8": 8, "int4": 4}.get(dtype)
     model = make_model(config, bits)
-    prepare(model.bfloat16() if dtype == "bfloat16" else model, CPU)
+    prepare(model, replace(CPU, dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32))
     random = np.random.default_rng(0)
     prompts = [random.integers(50, size=n).tolist() for n in (1, 20, 30, 70)]
     requests, settings = [], []
