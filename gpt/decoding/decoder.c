@@ -87,7 +87,7 @@ int64_t memory_size(const Model *m) {
 
 /* ---- Functions of a row ---- */
 
-static vf exponential(vf x) { /* The polynomial of Cephes; relative error 2e-7. Clamps x to ±87. */
+INLINE vf exponential(vf x) { /* The polynomial of Cephes; relative error 2e-7. Clamps x to ±87. */
     x = pick(x < -87, splat(-87), pick(x > 87, splat(87), x));
     const vf n = nearest(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
     const vf p = ((1.9875691e-4f * r + 1.3981999e-3f) * r + 8.3334519e-3f) * r + 4.1665796e-2f;
