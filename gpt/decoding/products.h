@@ -329,37 +329,38 @@ INLINE void multiply_levels(const Linear *m, const Rows *x, int64_t row, int64_t
     EACH(t, N) EACH(r, R) EACH(n, VECTORS) store(y[t * R + r] + VL * n, sums[t][r][n]);
 }
 
-/* A single row reads several tiles at once: sums of one tile would wait for each other. */
-enum { TILES_PER_ROW = 4 };
-#define CASE(function, kind, R, N) case kind * 64 + R * 8 + N: function(m, x, row, tile, y, R, N, kind); break;
-#define CASES(function, kind)                                                                    \
-    CASE(function, kind, 1, 1) CASE(function, kind, 1, TILES_PER_ROW) CASE(function, kind, 4, 1) \
-    CASES_OF_8(function, kind)
-#if BLOCK == 8
-#define CASES_OF_8(function, kind) CASE(function, kind, 8, 1)
-#else
-#define CASES_OF_8(function, kind)
-#endif
+/* A single row reads 4 tiles at once: sums of one tile would wait for each other. In float32 and bfloat16, 8 rows share
+   the inputs that they load among 2 tiles. */
+#define CASE(function, kind, R, N) case kind * 128 + R * 8 + N: function(m, x, row, tile, y, R, N, kind); break;
+#define CASES(function, kind) CASE(function, kind, 1, 1) CASE(function, kind, 1, 4) CASE(function, kind, 4, 1)
 
 static void multiply(const Linear *m, const Rows *x, int64_t row, int R, int64_t tile, int N, float (*y)[TILE]) {
-    switch (m->kind * 64 + R * 8 + N) {
+    switch (m->kind * 128 + R * 8 + N) {
         CASES(multiply_numbers, FLOAT32) CASES(multiply_numbers, BFLOAT16)
         CASES(multiply_levels, INT8) CASES(multiply_levels, INT4)
+#if BLOCK == 8
+        CASE(multiply_numbers, FLOAT32, 8, 1) CASE(multiply_numbers, FLOAT32, 8, 2)
+        CASE(multiply_numbers, BFLOAT16, 8, 1) CASE(multiply_numbers, BFLOAT16, 8, 2)
+        CASE(multiply_levels, INT8, 8, 1) CASE(multiply_levels, INT4, 8, 1)
+#endif
     }
 }
 
 /* out (rows, outputs) = x Wᵀ + b, or with `adds` out += x Wᵀ + b. A row of `out` has room for whole tiles. */
 static void linear(const Linear *m, const Rows *x, int rows, float *out, int64_t stride, int adds) {
-    const int64_t tiles = TILES(m), at_once = rows == 1 ? TILES_PER_ROW : 1;
+    const int shares_inputs = BLOCK == 8 && rows > 4 && m->kind <= BFLOAT16;
+    const int64_t tiles = TILES(m), at_once = rows == 1 ? 4 : shares_inputs ? 2 : 1;
     const int64_t piece = (tiles / (PIECES * threads) / at_once + 1) * at_once;
     for (int64_t first; (first = take((int)piece)) < tiles;) {
         const int64_t end = MIN(first + piece, tiles);
-        for (int64_t tile = first, N; tile < end; tile += N) {
-            N = end - tile >= at_once ? at_once : 1;
+        for (int64_t tile = first, together; tile < end; tile += together) {
+            together = end - tile >= at_once ? at_once : 1;
             for (int row = 0, R; row < rows; row += R) {
-                float y[BLOCK][TILE];
+                float y[16][TILE];
                 R = block_size(rows - row);
-                multiply(m, x, row, R, tile, (int)N, y);
+                const int N = (int)together;
+                if (N == 2 && R < 8) multiply(m, x, row, R, tile, 1, y), multiply(m, x, row, R, tile + 1, 1, y + R);
+                else multiply(m, x, row, R, tile, N, y);
                 for (int i = 0; i < N * R; i++) {
                     if (row + i % R >= rows) continue;
                     float *to = out + (row + i % R) * stride + (tile + i / R) * TILE;
