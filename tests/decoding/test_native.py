@@ -155,14 +155,14 @@ def test_a_text_does_not_depend_on_other_requests(dtype: str, count: int) -> Non
 def test_nan_reaches_the_logits() -> None:
     for bits in (None, 8):
         model = make_model(SHAPES["qwen3"], bits)
-        pack(model, native.find(pytest.fail))  # type: ignore[arg-type]
-        model.ln_f.weight.data[3] = torch.nan
+        pack(model, native.find(lambda text: None))  # type: ignore[arg-type]
+        model.h[0].ln_1.weight.data[3] = torch.nan
         context = Context(model, CPU)
         assert compute_logits(context, [(0, [1, 2])]).isnan().all()
 
 
 def test_float32_matrices_of_bfloat16_numbers_are_stored_in_bfloat16() -> None:
-    lib = native.find(pytest.fail)
+    lib = native.find(lambda text: None)
     assert lib is not None
     weight = torch.randn(20, 33)
     for matrix, kind in ((weight, "float32"), (weight.bfloat16().float(), "bfloat16"), (weight.half(), "float32")):
