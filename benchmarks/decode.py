@@ -165,9 +165,8 @@ class Bench:
             if warm:
                 run(common_commands[f"llama.cpp {kind}"](short))
         systems = {part: dict(common_commands) for part in wanted}
-        if "one" in wanted:
-            if "float32" in common_commands:
-                systems["one"]["transformers"] = self.peer("transformers", "float32")
+        if "one" in wanted and "float32" in common_commands:
+            systems["one"]["transformers"] = self.peer("transformers", "float32")
         return systems
 
     def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
