@@ -42,7 +42,6 @@ from gpt.text.tokenizer_import import gpt2_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype
-COMPILED = ", compiled"  # suffix of a system's name
 BATCH, PROMPTS = 8, 4  # texts per batch; prompts that one command reads in turn
 TIE = 1e-4  # nats; rounding can reverse smaller differences
 
@@ -121,12 +120,12 @@ class Bench:
         """Returns a text of about ``count`` tokens."""
         return self.tokenizer.decode(self.ids[:count])
 
-    def gpt(self, dtype: str, compile: str = "auto") -> Command:
+    def gpt(self, dtype: str) -> Command:
         """Returns the command of `gpt sample`."""
         return lambda work: [
             str(SCRIPTS / "gpt"), "sample", *self.prompts(work), "--model", str(self.place / dtype),
             "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new),
-            "--batch", str(work.batch), "--compile", compile, "--json",
+            "--batch", str(work.batch), "--json",
         ]  # fmt: skip
 
     def prompts(self, work: Work) -> list[str]:
@@ -150,7 +149,7 @@ class Bench:
     def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
         """Returns the commands of each part by system, without unsupported dtypes.
 
-        With ``warm``, includes the compiled systems, and runs `gpt` and llama.cpp once to fill caches.
+        With ``warm``, runs `gpt` and llama.cpp once to fill caches.
         """
         common_commands: dict[str, Command] = {}
         short = Work(1, 1)
@@ -167,12 +166,8 @@ class Bench:
             if warm:
                 run(common_commands[f"llama.cpp {kind}"](short))
         systems = {part: dict(common_commands) for part in wanted}
-        if "one" in wanted:
-            if "float32" in common_commands:
-                systems["one"]["transformers"] = self.peer("transformers", "float32")
-            for dtype in [dtype for dtype in KINDS if dtype in common_commands and warm]:
-                systems["one"][f"{dtype}{COMPILED}"] = self.gpt(dtype, compile="on")
-                run(self.gpt(dtype, compile="on")(replace(short, new=3)))
+        if "one" in wanted and "float32" in common_commands:
+            systems["one"]["transformers"] = self.peer("transformers", "float32")
         return systems
 
     def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
@@ -235,7 +230,7 @@ def table(speeds: Speeds) -> Table:
     """Returns a table of median speeds, and of the median ratios of `gpt`'s speed to its peer's."""
     pairs = [
         (system, f"llama.cpp {kind.upper()}", f"llama.cpp {kind}")
-        for dtype, kind in KINDS.items() for system in (dtype, f"{dtype}{COMPILED}") if system in speeds
+        for system, kind in KINDS.items() if system in speeds
     ]  # fmt: skip
     if "transformers" in speeds:
         pairs.append(("float32", "Transformers", "transformers"))

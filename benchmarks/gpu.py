@@ -264,7 +264,7 @@ def decoding(case: Case) -> dict[str, Any]:
 
     shape, compute, notes = PRESETS[SHAPES[case.shape].preset].model, pick(), list[str]()
     with compute.device:
-        model = prepare(GPT(shape).eval(), compute, packed=case.compile != "on")
+        model = prepare(GPT(shape).eval(), compute)
     step = compile_step(model, compute, notes.append) if case.compile == "on" else None
     prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
     config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)

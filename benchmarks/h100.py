@@ -316,7 +316,7 @@ def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tupl
 
 def _fake_quantize(weight: Tensor, _: object) -> quantize.Quantized:
     """Replaces rounding, which fake tensors do not support."""
-    return quantize.Quantized(weight.to(torch.int8), weight[:, 0].float())
+    return quantize.Quantized(weight.to(torch.int8), weight[:, :: quantize.GROUP].half())
 
 
 # The section

@@ -21,7 +21,7 @@ def bench(
     dtype: Dtype = "auto",
     threads: Threads = None,
     compile: Annotated[
-        str, one_of(("on", "off"), help="Compile steps (CUDA graphs; blocks on a CPU)", rich_help_panel="Machine")
+        str, one_of(("on", "off"), help="Compile steps on a GPU (CUDA graphs)", rich_help_panel="Machine")
     ] = "off",
 ) -> None:  # fmt: skip
     """Measure generation speed, compared with memory bandwidth.

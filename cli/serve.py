@@ -31,20 +31,14 @@ def serve(
     if settings.allow_host and settings.host not in LOOPBACK:
         render.note(f"--allow-host has no effect with --host {settings.host}, which accepts any host name")
     with progress.startup_spinner(quiet=False):
-        from gpt import api, programs
-        from gpt.decoding import native
+        from gpt import api
 
         try:
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
-    can_compile = settings.compile != "off" and native.fits(api.pick(device, dtype))
-    if settings.compile == "on" and not can_compile:
-        render.note("--compile on has no effect: only float32, int8 and int4 on a CPU are compiled")
-    compile_steps = can_compile and (settings.compile == "on" or programs.compiles_by_default())
-    sampling = SampleConfig(compile="on" if compile_steps else "off")
     loaded = api.load(
-        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=sampling
+        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=SampleConfig()
     )
     path = Path(loaded.path)
     model_path = path.parent if (path.parent / "run.json").exists() else path

@@ -16,7 +16,6 @@ from gpt import device as devices
 from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
-from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compile_step
@@ -235,21 +234,17 @@ def load(
     compute = _fit_dtype(
         model_path, compute, dtype, (for_decoding or bits is not None) and not folder.is_adapter(model_path), note
     )
-    finish, weight_dtype = None, torch.float32
-    compiles = sampling is not None and sampling.compile == "on"
-    # Not for speculative decoding: it verifies several tokens per step with other kernels, so int8 texts could differ.
-    is_native = sampling is not None and compiles and not sampling.speculate and native.fits(compute)
-    if for_decoding or bits is not None:
-        packed = for_decoding and (is_native or not compiles)
-        finish, weight_dtype = functools.partial(prepare, compute=compute, packed=packed, keep=is_native), compute.dtype
+    finish: Callable[[torch.nn.Module], object] | None = None
+    weight_dtype = torch.float32
+    if for_decoding:
+        finish, weight_dtype = functools.partial(prepare, compute=compute, note=note), compute.dtype
+    elif bits is not None:
+        finish, weight_dtype = lambda module: None, compute.dtype
     parameters = breakdown(model_config.load_config(folder.home(model_path))).trainable
-    # The weight layout depends on the number of threads.
     devices.use_threads(compute, threads, parameters if for_decoding else None)
     loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
     if bits not in (None, stored_bits):
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
-    if is_native:
-        native.enable(loaded.model, note)
     return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
@@ -257,14 +252,15 @@ def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Call
     """Changes ``compute`` to bfloat16 if ``dtype`` is "auto", loading converts the weights (``casts``), and they do not
     fit in memory in float32. Raises `UserError` if the weights do not fit."""
     counts, memory = breakdown(model_config.load_config(folder.home(path))), compute.memory()
-    # In float32, count a tied embedding twice: decoding copies it for the unembedding.
-    parameters, full_size = counts.trainable, 4 * counts.total_weights
+    parameters, full_size = counts.trainable, 4 * counts.trainable
     if casts and dtype == "auto" and full_size > memory:
         note(
             f"float32 weights take {full_size / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16"
         )
         compute = replace(compute, dtype=torch.bfloat16)
-    quantizes = dtype == "int8" or (dtype == "int4" and Int4Linear.runs_on(compute.device))
+    # A CUDA GPU without a fast int4 kernel dequantizes the weights.
+    has_int4 = compute.device.type != "cuda" or Int4Linear.runs_on(compute.device)
+    quantizes = dtype == "int8" or (dtype == "int4" and has_int4)
     width = 4 if not casts else 1 if quantizes else compute.dtype.itemsize
     if width * parameters > memory:
         raise UserError(
@@ -316,10 +312,7 @@ def bench(
         devices.use_threads(compute, threads, breakdown(model.config).trainable)
         if dtype in quantized.BITS:
             quantize_model(model, quantized.BITS[dtype], compute.dtype)
-        is_native = compile == "on" and native.fits(compute)
-        prepare(model, compute, packed=is_native or compile != "on", keep=is_native)
-        if is_native:
-            native.enable(model, note)
+        prepare(model, compute, note)
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
@@ -329,8 +322,7 @@ def bench(
     speed = measure(model, compute, config, step)
     parameters = breakdown(model.config).trainable
     device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
-    is_compiled = step is not None or native.is_used(model)
-    return Measured(name, parameters, device_name, dtype_name(model, compute), is_compiled, config, speed)
+    return Measured(name, parameters, device_name, dtype_name(model, compute), step is not None, config, speed)
 
 
 def export(

@@ -1,4 +1,4 @@
-"""Caches programs that torch's compiler builds for this processor.
+"""Caches programs that compilers build for this processor: torch's for training, and the C compiler for decoding.
 
 Only the user can access the cache folder, because gpt runs the machine code in it.
 """
@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from gpt.errors import UserError
 from gpt.files import file_sha256, private_folder, sync_folder, user_folder
 
 Note = Callable[[str], None]
+T = TypeVar("T")
 Program = Callable[[list[Tensor]], list[Tensor]]
 Graph = tuple[torch.fx.GraphModule, tuple[Any, ...]]  # A module and its example inputs.
 MAX_PROGRAMS = 50  # Maximum number of cached programs, about 4 MB each.
@@ -36,31 +37,41 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
 
     Raises any compiler or disk error, and `UserError` for a folder that others can access.
     """
-    folder, name = own_folder(), digest(key)
-    for path in folder.glob(f"{name}-*.pt2"):
+
+    def build(scratch: Path) -> Path:
+        if shutil.which(compiler()) is None:
+            raise OSError(f"there is no {compiler()}, a C++ compiler")
+        note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
+        return compile(trace(), scratch, options)
+
+    return load(digest(key), ".pt2", build, lambda path: _open(path), note)
+
+
+def load(name: str, suffix: str, build: Callable[[Path], Path], open: Callable[[Path], T], note: Note) -> T:
+    """Opens the program ``name`` from the cache. If it is not cached, calls ``build`` with an empty folder, in which it
+    writes the program."""
+    folder = own_folder()
+    for path in folder.glob(f"{name}-*{suffix}"):
         if not _is_intact(path):
             note(f"{path} is damaged")
             path.unlink(missing_ok=True)
             continue
         # Loading fails if another system that shares this home folder compiled the program.
-        with contextlib.suppress(RuntimeError):
-            program = _open(path)
+        with contextlib.suppress(RuntimeError, OSError):
+            program = open(path)
             with contextlib.suppress(OSError):  # The folder is read-only, or the file was just deleted.
                 os.utime(path)
             return program
-    if shutil.which(compiler()) is None:
-        raise OSError(f"there is no {compiler()}, a C++ compiler")
-    note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
     with tempfile.TemporaryDirectory(prefix=SCRATCH, dir=folder) as scratch:
-        built = compile(trace(), Path(scratch), options)
+        built = build(Path(scratch))
         with built.open("rb+") as file:
             os.fsync(file.fileno())
-        path = folder / f"{name}-{file_sha256(built)}.pt2"
+        path = folder / f"{name}-{file_sha256(built)}{suffix}"
         os.replace(built, path)
     sync_folder(folder)
     with contextlib.suppress(OSError):  # Another command is deleting files, or has one open.
         _tidy(folder)
-    return _open(path)
+    return open(path)
 
 
 def _is_intact(path: Path) -> bool:
@@ -73,7 +84,8 @@ def _is_intact(path: Path) -> bool:
 
 def _tidy(folder: Path) -> None:
     """Deletes the least recently used programs and the leftovers of killed commands."""
-    for program in sorted(folder.glob("*.pt2"), key=lambda path: path.stat().st_mtime)[:-MAX_PROGRAMS]:
+    programs = [path for path in folder.iterdir() if path.suffix in (".pt2", ".so")]
+    for program in sorted(programs, key=lambda path: path.stat().st_mtime)[:-MAX_PROGRAMS]:
         program.unlink()
     for leftover in folder.glob(f"{SCRATCH}*"):
         if time.time() - leftover.stat().st_mtime > 24 * 3600:

@@ -45,9 +45,6 @@ class ServeConfig:
     )
     queue: int = _load(64, "Maximum number of waiting requests; further ones are told to retry", low=0)
     limit_tokens: int = _load(4096, "Maximum tokens to generate, and of a prompt, per request", low=1)
-    compile: Literal["auto", "on", "off"] = _load(
-        "auto", "Compile decoding on a CPU, 20 s at first; auto: with a C++ compiler, except on macOS"
-    )  # fmt: skip
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
         "model", "Default sampling settings: the model's own, or OpenAI's",

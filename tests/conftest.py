@@ -80,16 +80,22 @@ def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
 
 
+@pytest.fixture(scope="session")
+def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("programs")
+
+
 @pytest.fixture(autouse=True)
-def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps all tests but those in `test_cpu_step` from writing to the user's folder of compiled programs."""
+def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, library_folder: Path) -> None:
+    """Keeps tests from writing to the user's folder of compiled programs. Only `test_cpu_step` compiles training."""
     from gpt import programs
 
-    def raise_no_folder() -> Path:
+    def raise_none(*_: object) -> None:
         raise OSError("none in tests")
 
     if request.node.path.stem != "test_cpu_step":
-        monkeypatch.setattr(programs, "own_folder", raise_no_folder)
+        monkeypatch.setattr(programs, "own_folder", lambda: library_folder)
+        monkeypatch.setattr(programs, "find", raise_none)
 
 
 @pytest.fixture

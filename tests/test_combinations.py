@@ -23,7 +23,6 @@ import gpt as library
 from gpt import api, events
 from gpt.api import LanguageModel
 from gpt.config import RopeScaling
-from gpt.decoding import native
 from gpt.errors import Interrupted
 from gpt.sample_config import SampleConfig
 from gpt.text import chat
@@ -219,45 +218,18 @@ def test_exports_have_the_logits_texts_and_ends_of_the_trained_model(name: str, 
         assert model.generate(prompt, **GREEDY) == quantized.generate(prompt, **GREEDY), path
 
 
-@pytest.fixture
-def block_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Runs the code of compiled blocks uncompiled. Returns a list that grows by one item with each call."""
-    calls: list[str] = []
-
-    def load(self: native.Programs, block: native.NativeBlock) -> Any:
-        program = native._Program(self.config, block.kinds)
-
-        def call(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            calls.append("block")
-            return [program(*tensors[:7], tensors[7:])]
-
-        return call
-
-    monkeypatch.setattr(native.Programs, "_load", load)
-    return calls
-
-
-SERVED = [
-    ("gpt2", "int8", "off"),
-    ("qwen2", "int4", "off"),
-    ("mistral windowed", "float32", "on"),
-    ("qwen3", "float32", "off"),
-]
-
-
 @pytest.mark.parametrize(
-    ("family", "dtype", "compile"),
+    ("family", "dtype"),
     [
-        *SERVED,
-        *(more(family, dtype, "off") for family, dtype in product(SHAPES, ("float32", "int8", "int4"))),
-        *(more(family, "float32", "on") for family in SHAPES),
+        ("gpt2", "int8"),
+        ("qwen2", "int4"),
+        ("mistral windowed", "float32"),
+        *(more(family, dtype) for family, dtype in product(SHAPES, ("float32", "bfloat16", "int8", "int4"))),
     ],
 )
-def test_neighbours_in_the_server_do_not_change_a_text(
-    family: str, dtype: str, compile: Any, bases: Bases, block_calls: list[str]
-) -> None:
+def test_neighbours_in_the_server_do_not_change_a_text(family: str, dtype: str, bases: Bases) -> None:
     """Prompts are shorter and longer than the context, and texts continue past it."""
-    model = library.load(bases(family), dtype=dtype, sampling=SampleConfig(compile=compile))
+    model = library.load(bases(family), dtype=dtype, sampling=SampleConfig())
     settings = {"max_tokens": 40, "ignore_eos": True, "logprobs": 0}
     bodies = [{"prompt": list(range(40, 40 + size)), "seed": size, **settings} for size in (1, 9, 30, 45)]
     chat_body = {"messages": QUESTION, "seed": 3, "max_tokens": 5, "ignore_eos": True, "logprobs": True}
@@ -272,7 +244,4 @@ def test_neighbours_in_the_server_do_not_change_a_text(
     with served(model) as server, ThreadPoolExecutor(5) as pool:
         alone = [ask(number) for number in range(5)]
         beside = list(pool.map(ask, range(5)))
-    rounding = 1e-4 if dtype == "float32" else 1e-2  # A rounded activation can have the next level.
-    for (text, logprobs), (expected_text, expected) in zip(beside, alone, strict=True):
-        assert (text, logprobs) == (expected_text, pytest.approx(expected, abs=rounding))
-    assert bool(block_calls) == (compile == "on")
+    assert beside == alone

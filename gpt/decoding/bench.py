@@ -45,7 +45,8 @@ def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None
     # The first round is a warm-up.
     rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
     first_seconds, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
-    traffic = weight_bytes(model, compute) + config.batch * _kv_bytes(model, prompt_tokens + new_tokens // 2, compute)
+    kv_bytes = _kv_bytes(model, prompt_tokens + new_tokens // 2, context.cache.keys[0].itemsize)
+    traffic = weight_bytes(model, compute) + config.batch * kv_bytes
     bandwidth = measure_bandwidth(compute)
     return DecodingSpeed(
         prefill_tokens_per_second=config.batch * prompt_tokens / first_seconds,
@@ -76,10 +77,10 @@ def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> 
     return first_seconds, statistics.mean(times[_WARMUP_STEPS:] or times or [first_seconds])
 
 
-def _kv_bytes(model: GPT, positions: int, compute: Compute) -> int:
+def _kv_bytes(model: GPT, positions: int, itemsize: int) -> int:
     """Returns the bytes of keys and values that a step reads per sequence."""
     config = model.config
-    return 2 * config.kv_heads * config.head_size * count_attended(config, positions) * compute.dtype.itemsize
+    return 2 * config.kv_heads * config.head_size * count_attended(config, positions) * itemsize
 
 
 def measure_bandwidth(compute: Compute) -> float:

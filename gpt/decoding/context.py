@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.decoding.logits import Filters, as_int64
+from gpt.decoding.native import TILE, Decoder, is_packed
 from gpt.decoding.token_step import Step, compile_step
 from gpt.decoding.weights import resident_bytes
 from gpt.device import Compute, upload
@@ -68,7 +69,9 @@ class Context:
         self.size = min(model.config.block_size, size or model.config.block_size)  # Context length in tokens.
         positions = min(self.size, positions or self.size)
         _check_memory(model, compute, rows, positions)
-        self.cache = KVCache(model.config, rows, compute.device, compute.dtype, positions)
+        dtype, tile = (torch.float32, TILE) if is_packed(model) else (compute.dtype, 1)
+        self.cache = KVCache(model.config, rows, compute.device, dtype, positions, tile)
+        self._decoder = Decoder(model, self.cache) if is_packed(model) else None  # If None, torch computes the steps.
         self.slots = [Slot(at) for at in range(rows)]
         self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
@@ -92,6 +95,19 @@ class Context:
         slots, concatenated. Adjacent slots with the same number of new ids share an attention call. Above
         `WINDOW_SLACK` new ids, they must also have the same length.
         """
+        for slot, count in work:  # Record written columns first: the pass can fail halfway.
+            slot.written = max(slot.written, slot.length + count)
+        if self._decoder is not None:
+            x = self._decoder.forward([(slot.row, slot.length, count) for slot, count in work], ids)
+        else:
+            places = self._place(work)
+            with self._autocast():
+                x = self.model.trunk(ids.view(places.shape), places).flatten(0, 1)
+        for slot, count in work:
+            slot.length += count
+        return x
+
+    def _place(self, work: Sequence[tuple[Slot, int]]) -> Placement:
         parts: list[tuple[int, list[int], int]] = []
         for slot, count in work:
             if parts:
@@ -100,14 +116,7 @@ class Context:
                     lengths.append(slot.length)
                     continue
             parts.append((slot.row, [slot.length], count))
-        places = Placement(self.cache, parts)
-        for slot, count in work:  # Record written columns first: the pass can fail halfway.
-            slot.written = max(slot.written, slot.length + count)
-        with self._autocast():
-            x = self.model.trunk(ids.view(places.shape), places)
-        for slot, count in work:
-            slot.length += count
-        return x.flatten(0, 1)
+        return Placement(self.cache, parts)
 
     @torch.inference_mode()
     def next_tokens(
@@ -138,6 +147,8 @@ class Context:
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
         """Computes logits (…, V) in float32 from the residual stream (…, C). Leaves out ids without a token."""
+        if self._decoder is not None:
+            return self._decoder.unembed(x)[:, : self.vocab_size]
         with self._autocast():
             return self.model.unembed(x)[..., : self.vocab_size].float()
 
@@ -239,7 +250,7 @@ class ContextPool:
         for index, context in enumerate(self.idle):
             if (context.cache.rows, context.cache.max_positions, context.compiled) == (rows, positions, step):
                 return self.idle.pop(index)
-        self._shrink(reserved=rows * cache_bytes(self.model.config, positions, self.compute.dtype.itemsize))
+        self._shrink(reserved=rows * _sequence_bytes(self.model, self.compute, positions))
         return None
 
     def _put(self, context: Context) -> None:
@@ -264,7 +275,12 @@ class ContextPool:
 def capacity(model: GPT, compute: Compute, positions: int) -> int:
     """Returns how many sequences of ``positions`` tokens fit in `CACHE_SHARE` of memory, next to the weights."""
     budget = min(CACHE_SHARE * compute.memory(), _memory_after_weights(model, compute))
-    return int(budget / cache_bytes(model.config, positions, compute.dtype.itemsize))
+    return int(budget / _sequence_bytes(model, compute, positions))
+
+
+def _sequence_bytes(model: GPT, compute: Compute, positions: int) -> int:
+    """Returns the bytes of a sequence in the KV cache, which has float32 keys and values if steps run in C."""
+    return cache_bytes(model.config, positions, 4 if is_packed(model) else compute.dtype.itemsize)
 
 
 def _memory_after_weights(model: GPT, compute: Compute) -> int:
@@ -273,7 +289,7 @@ def _memory_after_weights(model: GPT, compute: Compute) -> int:
 
 def _check_memory(model: GPT, compute: Compute, rows: int, positions: int) -> None:
     """Raises `UserError` if the KV cache does not fit in memory next to the weights."""
-    needed = rows * cache_bytes(model.config, positions, compute.dtype.itemsize)
+    needed = rows * _sequence_bytes(model, compute, positions)
     available = _memory_after_weights(model, compute)
     if needed > available:
         raise UserError(

@@ -1,248 +1,316 @@
-"""Compiled transformer blocks for decoding one sequence on a CPU.
+"""Decoding on a CPU with decoder.c: matrices in its layout, and its steps.
 
-Eager mode calls some thirty operators per block, and each takes microseconds. Inductor compiles a block into one
-program. Weights are inputs, so the program works for all blocks, and for any number of layers, cache size and sequence
-length. The program dequantizes int8 and int4 weights while reading them. Activations are not quantized.
-
-`gpt.programs` caches programs between commands.
+`gpt.model.decoder` defines the model. Where there is no C compiler, it also decodes.
 """
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+import contextlib
+import ctypes
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt import programs
 from gpt.config import GPTConfig
-from gpt.device import Compute
+from gpt.decoding import library
+from gpt.decoding.library import Note
 from gpt.errors import first_line
-from gpt.model.cache import Placement
-from gpt.model.decoder import GPT, Block, activate
-from gpt.model.positions import Rope, rotate
-from gpt.model.quantize import GROUP, MIDDLE, Quantized
+from gpt.model.cache import KVCache
+from gpt.model.decoder import GPT
+from gpt.model.params import GROUP, WINDOW_SLACK
+from gpt.model.quantize import Quantized, QuantizedLinear, multiply, quantize_model, to_tensor
 
-_MAX_COLUMNS = 2**20  # Maximum length of a KV cache.
-# Number of interleaved rows of a quantized matrix: one per float32 in a vector register.
-_LANES = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-# Fused multiply-add makes int4 a seventh faster. The thresholds keep Inductor from storing intermediate results.
-_OPTIONS = {
-    "cpp.enable_floating_point_contract_flag": "fast",
-    **dict.fromkeys(("realize_opcount_threshold", "realize_reads_threshold", "realize_acc_reads_threshold"), 1000),
-}
-_MODULE_ORDER = ("ln_1", "attn.c_attn", "attn.q_norm", "attn.k_norm", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+# Bytes of a group of 32 inputs, in the order of the kinds in products.h.
+BYTES = {"float32": 128, "bfloat16": 64, "int8": 32, "int4": 16}
+TILE = 16  # Outputs that a matrix interleaves, and cache columns that keys interleave.
+ARENA = 2**26  # Bytes of memory that matrices share.
+ROWS = 128  # Maximum rows of a pass, to limit activation memory.
+FEW_ROWS = 8  # For steps of up to this many rows, the number of threads is chosen by their speed.
+TRIAL = 64  # Steps between trials of another number of threads.
+
+_finding, _calling = threading.Lock(), threading.Lock()  # The library has one set of threads.
+_found: list[ctypes.CDLL | None] = []
 
 
-class _Program(nn.Module):
-    """The compiled part of a block, for one position.
+def find(note: Note) -> ctypes.CDLL | None:
+    """Returns the C decoder. If it cannot be compiled, or if it does not compute what `gpt.model.decoder` computes,
+    calls ``note`` (at most once in a process) and returns None."""
+    with _finding:
+        if not _found:
+            try:
+                lib = library.load(note)
+                check(lib)
+                _found.append(lib)
+            except Exception as error:  # The compiler or the disk can fail.
+                note(f"decoding with torch, which is slower: {first_line(error):.200}")
+                _found.append(None)
+        return _found[0]
 
-    Its inputs are the residual stream (C), the position's cache column (1), an additive attention mask (S), RoPE
-    cosines and sines (D), keys and values (K, columns, D), and the tensors of modules in `_MODULE_ORDER`. It updates
-    the keys and values in place.
+
+@torch.inference_mode()
+def check(lib: ctypes.CDLL) -> None:
+    """Raises OSError if the library computes other logits than `gpt.model.decoder`."""
+    shape = (61, 96, 2, 4, 36)
+    modern = GPTConfig.of("modern", *shape, n_kv_head=2, head_dim=20, window=8, biases="qkv")
+    for config, bits in ((GPTConfig(*shape), None), (modern, None), (modern, 8), (modern, 4)):
+        models = [_make_test_model(config, bits) for _ in range(2)]
+        ids = torch.arange(90) ** 2 % config.vocab_size
+        expected = models[0](ids[None])[0]
+        pack(models[1], lib)
+        cache = KVCache(config, 3, torch.device("cpu"), torch.float32, tile=TILE)
+        decoder = Decoder(models[1], cache, threads=2)
+        decoder.forward([(0, 0, 40)], ids[:40])
+        decoder.forward([(0, 40, 49), (2, 0, 50)], ids[torch.cat([torch.arange(40, 89), torch.arange(50)])])
+        x = decoder.forward([(0, 89, 1), (2, 50, 1)], ids[[89, 50]])
+        error = (decoder.unembed(x) - expected[[89, 50]]).abs().max()
+        # A rounding error can change the level of an input.
+        if not error <= (1e-4 if bits is None else 0.1) * expected.abs().max():
+            raise OSError("the compiled decoder computes wrong numbers; another compiler may help (CC=clang)")
+
+
+def _make_test_model(config: GPTConfig, bits: int | None) -> GPT:
+    """Returns a model whose weights are not random, which would change torch's random state."""
+    with torch.device("meta"):
+        model = GPT(config).eval()
+    state = {
+        name: torch.sin(torch.arange(value.numel()) * 0.7 + number).view(value.shape)
+        for number, (name, value) in enumerate(model.state_dict().items())
+    }
+    model.load_state_dict(state, assign=True)
+    model.build_position_tables()
+    return model if bits is None else quantize_model(model, bits)
+
+
+class _Arena:
+    """Memory in huge pages, which make decoding 1.3 to 1.6 times as fast. Most matrices are smaller than a page."""
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, size: int) -> Tensor:
+        """Returns zeroed bytes. Their address is a multiple of 64."""
+        size = -(-size // 64) * 64
+        if size > len(self._free):
+            memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with contextlib.suppress(AttributeError, OSError):  # Only Linux has huge pages, if its kernel does.
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(memory, dtype=torch.uint8)
+        part, self._free = self._free[:size], self._free[size:]
+        return part
+
+
+_arena = _Arena()
+
+
+class PackedLinear(nn.Module):
+    """A linear map in the layout of products.h: (tiles, words, 16), with 1 float32, 2 bfloat16, 4 int8 or 8 int4
+    elements in a word.
+
+    A float32 matrix whose elements are all bfloat16 numbers is stored in bfloat16, which has the same results. In
+    torch, for inspecting a model, products use the restored matrix.
     """
 
-    def __init__(self, config: GPTConfig, kinds: Sequence[str]) -> None:
+    def __init__(self, lib: ctypes.CDLL, weight: Tensor | Quantized, bias: Tensor | None) -> None:
         super().__init__()
-        self.config, self.kinds = config, kinds
+        self.lib, (self.outputs, self.inputs) = lib, weight.shape
+        self.scales: Tensor | None = None  # (tiles, groups, 16)
+        self.bias = None if bias is None else _padded(bias, TILE)
+        if isinstance(weight, Quantized):
+            self.kind, elements = f"int{weight.bits}", weight.levels
+            scales = F.pad(weight.scales, (0, 0, 0, -self.outputs % TILE))
+            self.scales = scales.view(-1, TILE, scales.size(1)).transpose(1, 2).contiguous()
+        else:
+            elements = weight.detach().contiguous()
+            if elements.dtype == torch.float32 and not (elements.view(torch.int32) & 0xFFFF).any():
+                elements = elements.bfloat16()
+            self.kind = "bfloat16" if elements.dtype == torch.bfloat16 else "float32"
+            elements = elements if self.kind == "bfloat16" else elements.float()
+        self.weights = _interleave(lib, elements.view(torch.uint8), -(-self.inputs // GROUP) * BYTES[self.kind] // 4)
+        self.elements = self.outputs * self.inputs
+        self.nbytes = self.weights.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
-    def forward(
-        self, x: Tensor, column: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor,
-        tensors: list[Tensor],
-    ) -> Tensor:  # fmt: skip
-        """(C) → (C)."""
-        config, parameters, kinds = self.config, iter(tensors), iter(self.kinds)
-        H, K, D = config.n_head, config.kv_heads, config.head_size
+    def describe(self) -> Any:
+        """Returns the C structure."""
+        return library.Linear(
+            self.weights.data_ptr(), _address(self.scales), _address(self.bias), self.outputs, self.inputs,
+            [*BYTES].index(self.kind),
+        )  # fmt: skip
 
-        def norm(x: Tensor) -> Tensor:
-            if config.norm == "rmsnorm":
-                return _materialize(F.rms_norm(x, x.shape[-1:], next(parameters), config.layer_norm_epsilon))
-            return _materialize(
-                F.layer_norm(x, x.shape[-1:], next(parameters), next(parameters), config.layer_norm_epsilon)
-            )
+    def restore(self, rows: slice | Tensor = slice(None)) -> Tensor | Quantized:
+        """Returns the matrix, or some of its rows, as it was packed."""
+        index = torch.arange(self.outputs)[rows]
+        words = self.weights[index // TILE, :, index % TILE]
+        if self.scales is None:
+            return words.view(torch.bfloat16 if self.kind == "bfloat16" else torch.float32)[:, : self.inputs]
+        scales = self.scales[index // TILE, :, index % TILE]
+        if self.kind == "int4":
+            return Quantized(words.view(torch.uint8), scales)
+        return Quantized(words.view(torch.int8)[:, : self.inputs], scales)
 
-        def linear(x: Tensor, bias: bool) -> Tensor:
-            y = _multiply(next(kinds), x, parameters)
-            return y + next(parameters) if bias else y
-
-        heads = linear(norm(x), config.biases != "none").view(-1, D)
-        q, k, v = heads[:H], heads[H : H + K], heads[H + K :]
-        if config.qk_norm:
-            q, k = (F.rms_norm(tensor, (D,), next(parameters), config.layer_norm_epsilon) for tensor in (q, k))
-        if config.positions == "rotary":
-            q, k = rotate(q, (cos, sin)), rotate(k, (cos, sin))
-        keys.index_copy_(1, column, k[:, None])
-        values.index_copy_(1, column, v[:, None])
-        S = mask.size(0)
-        scores = (_materialize(q).view(K, H // K, 1, D) * keys[:, None, :S]).sum(-1) / math.sqrt(D) + mask
-        y = (_materialize(scores.softmax(-1))[..., None] * values[:, None, :S]).sum(2)
-        x = x + linear(y.view(-1), config.biases == "all")
-        inner = activate(linear(norm(x), config.biases == "all"), config.mlp == "swiglu")
-        return x + linear(_materialize(inner), config.biases == "all")
-
-
-def _materialize(x: Tensor) -> Tensor:
-    """Makes Inductor store ``x`` instead of recomputing it at each use: a strided view must be in memory."""
-    return x.reshape(-1).as_strided((x.numel(),), (1,)).view(x.shape)
-
-
-def _multiply(kind: str, x: Tensor, tensors: Iterator[Tensor]) -> Tensor:
-    """Multiplies a matrix by a vector: (in) → (out)."""
-    weight = next(tensors)
-    if kind == "float":
-        # Computing four rows at a time keeps additions from waiting for each other.
-        rows = weight.view(-1, math.gcd(4, len(weight)), len(x))
-        return torch.stack([(row * x).sum(-1) for row in rows.unbind(1)], 1).flatten()
-    scales, bits = next(tensors), int(kind.removeprefix("int"))
-    words, count = weight.view(torch.int32), 32 // bits
-    x = F.pad(x, (0, words.size(1) * count - len(x))).view(-1, count)
-    levels = [
-        (words << bits * (count - 1 - index) if index < count - 1 else words) >> 32 - bits for index in range(count)
-    ]
-    sums = levels[0].float() * x[:, 0, None]  # Shape: (tiles, words of a row, lanes).
-    for index in range(1, count):
-        sums = sums + levels[index].float() * x[:, index, None]
-    if bits == 8:
-        return sums.sum(1).flatten()[: len(scales)] * scales
-    return (sums.view(len(sums), -1, GROUP // count, _LANES) * scales[:, :, None]).sum((1, 2)).flatten()
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, in) → (…, out)."""
+        weight, bias = self.restore(), None if self.bias is None else self.bias[: self.outputs].to(x.dtype)
+        return multiply(x, weight, bias) if isinstance(weight, Quantized) else F.linear(x, weight.to(x.dtype), bias)
 
 
-def _kind_and_tensors(linear: nn.Module) -> tuple[str, list[Tensor]]:
-    """Returns the kind of a matrix, and its tensors in the layout that `_multiply` reads."""
-    weight: Any = getattr(linear, "original", linear.weight)  # `weights.prepare` sets ``original``.
-    if not isinstance(weight, Quantized):
-        return "float", [weight.detach()]
-    del linear.original
-    if weight.bits == 8:
-        return "int8", [_pack_words(weight.levels, 8), weight.scales]
-    return "int4", [_pack_words(weight.unpack_levels() - MIDDLE, 4), _to_tiles(weight.scales.float())]
+class PackedEmbedding(nn.Module):
+    """The rows of a packed matrix, which is the LM head if the embedding is tied to it."""
 
-
-def _pack_words(levels: Tensor, bits: int) -> Tensor:
-    """Packs adjacent levels of each row, in two's complement, into 32-bit words: (out, in) → (tiles, words of a row,
-    `_LANES`). The words are float32, the only dtype that Inductor loads into full vector registers."""
-    count = 32 // bits
-    levels = F.pad(levels, (0, -levels.size(1) % count, 0, -len(levels) % _LANES))
-    words = torch.zeros(len(levels), levels.size(1) // count, dtype=torch.int32)
-    for index in range(count):
-        words |= (levels[:, index::count].int() & 2**bits - 1) << bits * index
-    return _to_tiles(words).view(torch.float32)
-
-
-def _to_tiles(rows: Tensor) -> Tensor:
-    """Interleaves rows: (out, n) → (out / `_LANES`, n, `_LANES`)."""
-    return rows.view(-1, _LANES, rows.size(1)).transpose(1, 2).contiguous()
-
-
-class NativeBlock(nn.Module):
-    """A block that runs a compiled program for a single position, and `Block` otherwise."""
-
-    def __init__(self, block: Block, block_programs: "Programs") -> None:
+    def __init__(self, matrix: PackedLinear) -> None:
         super().__init__()
-        self.block, self.programs, self.tensors, kinds = block, block_programs, list[Tensor](), list[str]()
-        modules = dict(block.named_modules())
-        for name in (name for name in _MODULE_ORDER if name in modules):
-            module: Any = modules[name]
-            if "c_" in name:
-                kind, tensors = _kind_and_tensors(module)
-                kinds.append(kind)
-            else:
-                tensors = [module.weight.detach()]
-            bias = getattr(module, "bias", None)
-            self.tensors += tensors if bias is None else [*tensors, bias.detach()]
-        self.kinds = tuple(kinds)
+        self.matrix = matrix
 
-    def forward(self, x: Tensor, layer: int, rope: Rope | None = None, places: Placement | None = None) -> Tensor:
-        """(B, T, C) → (B, T, C)."""
-        cached = places.select_row(layer) if places is not None and x.numel() == x.size(-1) else None
-        if cached is not None and (program := self.programs.get(self)) is not None:
-            keys, values, columns = cached
-            cos, sin = (x, x) if rope is None else (rope[0].view(-1), rope[1].view(-1))
-            out: Tensor = program(
-                [x.view(-1), *self.programs.position_inputs(*columns), cos, sin, keys, values, *self.tensors]
-            )[0]
-            return out.view_as(x)
-        return self.block(x, layer, rope, places)  # type: ignore[no-any-return]
+    @property
+    def weight(self) -> Tensor:
+        """The restored embedding, (V, C)."""
+        return to_tensor(self.matrix.restore()).float()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) → (…, C), in float32."""
+        return to_tensor(self.matrix.restore(ids.flatten())).float().view(*ids.shape, -1)
 
 
-def fits(compute: Compute) -> bool:
-    """Whether compiled blocks support the device and dtype: a CPU with float32 activations."""
-    return compute.device.type == "cpu" and compute.dtype == torch.float32
+def pack(module: nn.Module, lib: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> None:
+    """Packs all matrices of a module in place, and a model's embedding, which shares the memory of a tied LM head.
+    Unquantized matrices are rounded to ``dtype``. Everything else becomes float32, as activations are."""
+
+    def pack_matrix(weight: Tensor | Quantized, bias: Tensor | None = None) -> PackedLinear:
+        return PackedLinear(lib, weight if isinstance(weight, Quantized) else weight.to(dtype), bias)
+
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, nn.Linear | QuantizedLinear):
+                setattr(parent, name, pack_matrix(child.weight, child.bias))
+    if isinstance(module, GPT):
+        if module.lm_head is None:
+            module.lm_head = pack_matrix(module.wte.weight)
+        matrix = module.lm_head if module.config.tied else pack_matrix(module.wte.weight)
+        assert isinstance(matrix, PackedLinear)
+        module.set_submodule("wte", PackedEmbedding(matrix))
+    module.float()
 
 
-def is_used(model: GPT) -> bool:
-    """Whether a model uses compiled blocks."""
-    return isinstance(model.h[0], NativeBlock)
+def _interleave(lib: ctypes.CDLL, rows: Tensor, words: int) -> Tensor:
+    """Copies the bytes of a matrix, (out, bytes), to the layout of products.h, padded to ``words`` per output."""
+    rows = F.pad(rows, (0, -rows.size(1) % 4)).contiguous()
+    tiles = -(-len(rows) // TILE)
+    target = _arena.allocate(4 * tiles * words * TILE)
+    lib.interleave(rows.data_ptr(), len(rows), rows.size(1) // 4, words, target.data_ptr())
+    return target.view(torch.int32)[: tiles * words * TILE].view(tiles, words, TILE)
 
 
-def enable(model: GPT, note: programs.Note) -> None:
-    """Makes a model prepared with ``keep`` use compiled blocks. If compiling fails later, calls ``note``."""
-    block_programs = Programs(model.config, note)
-    for layer, block in enumerate(model.h):
-        model.h[layer] = NativeBlock(cast(Block, block), block_programs)
+def _padded(vector: Tensor, multiple: int = GROUP) -> Tensor:
+    """Returns a float32 copy that ends with zeros."""
+    return F.pad(vector.detach().float(), (0, -len(vector) % multiple)).contiguous()
 
 
-class Programs:
-    """The programs of a model's blocks, by matrix kinds. Loads or compiles a program on first use."""
-
-    def __init__(self, config: GPTConfig, note: programs.Note) -> None:
-        self.config, self.note = config, note
-        self._cache: dict[tuple[str, ...], programs.Program | None] = {}
-        self._position: tuple[int, int, int] | None = None
-        self._inputs: tuple[Tensor, Tensor] = (torch.empty(0), torch.empty(0))
-
-    def position_inputs(self, column: int, first: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Returns a tensor with the position's ``column``, and an additive mask (stop) that is −∞ before column
-        ``first``."""
-        if self._position != (column, first, stop):
-            mask = torch.zeros(stop)
-            mask[:first] = -math.inf
-            self._position, self._inputs = (column, first, stop), (torch.tensor([column]), mask)
-        return self._inputs
-
-    def get(self, block: NativeBlock) -> programs.Program | None:
-        """Returns a block's program, or None if compiling failed."""
-        if block.kinds not in self._cache:
-            try:
-                self._cache[block.kinds] = self._load(block)
-            except Exception as error:  # Inductor, the C++ compiler or the disk can fail.
-                self.note(f"blocks are not compiled: {first_line(error):.200}")
-                self._cache[block.kinds] = None
-        return self._cache[block.kinds]
-
-    def _load(self, block: NativeBlock) -> programs.Program:
-        export = partial(_export, _Program(self.config, block.kinds), block.tensors)
-        return programs.find(_key(self.config, block.kinds), export, self.note, "a block", _OPTIONS)
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
-@torch.no_grad()
-def _export(program: _Program, tensors: Sequence[Tensor]) -> programs.Graph:
-    """Exports a program as a graph for a cache of any size."""
-    C, K, D = program.config.n_embd, program.config.kv_heads, program.config.head_size
-    positions, columns = 1000, 1024  # Example sizes at which Inductor parallelizes loops.
-    cache = [torch.zeros(K, columns, D) for _ in range(2)]
-    example = [
-        torch.zeros(C),
-        torch.tensor([positions - 1]),
-        torch.zeros(positions),
-        torch.zeros(D),
-        torch.zeros(D),
-        *cache,
-    ]
-    seen_dim, columns_dim = (torch.export.Dim(name, min=1, max=_MAX_COLUMNS) for name in ("seen", "columns"))
-    shapes = (None, None, {0: seen_dim}, None, None, {1: columns_dim}, {1: columns_dim}, [None] * len(tensors))
-    inputs = (*example, list(tensors))
-    graph = torch.export.export(program, inputs, dynamic_shapes=shapes, strict=False)
-    return graph.module(check_guards=False), inputs
+def is_packed(model: GPT) -> bool:
+    """Whether a model's matrices are packed, so that `Decoder` can run it."""
+    return isinstance(model.lm_head, PackedLinear)
 
 
-def _key(config: GPTConfig, kinds: Sequence[str]) -> object:
-    """Returns the cache key of a block's program: its code, shape and matrix kinds."""
-    shape = replace(config, n_layer=1, vocab_size=1, block_size=1, dropout=0.0, window=None, window_layers=None)
-    code = [Path(function.__code__.co_filename).read_bytes() for function in (_key, rotate, activate)]
-    return code, shape, tuple(kinds)
+class Decoder:
+    """The steps of a packed model with a KV cache whose keys are tiled."""
+
+    def __init__(self, model: GPT, cache: KVCache, threads: int | None = None) -> None:
+        head, embedding = model.lm_head, model.get_submodule("wte")
+        assert isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
+        config = model.config
+        self.model, self.cache, self._lib, self._kept = model, cache, head.lib, list[object]()
+        self.threads, self._steps = threads or torch.get_num_threads(), 0
+        # Seconds of a call, by its function and numbers of rows and threads.
+        self._seconds: dict[tuple[str, int, int], float] = {}
+        self._blocks = (library.Block * config.n_layer)(*map(self._describe_block, range(config.n_layer)))
+        is_ring = any(columns < cache.max_positions for columns in cache.columns.values())
+        table = model.position_table()
+        self._c = library.Model(
+            n_layer=config.n_layer, n_embd=config.n_embd, n_head=config.n_head, n_kv_head=config.kv_heads,
+            head_size=config.head_size, n_inner=config.mlp_width, is_gated=config.mlp == "swiglu",
+            # A pass must not overwrite positions that it attends to.
+            max_rows=WINDOW_SLACK if is_ring else ROWS,
+            epsilon=config.layer_norm_epsilon, wte=embedding.matrix.describe(), lm_head=head.describe(),
+            position_table=None if table is None else self._keep(table.detach().float().contiguous()),
+            h=ctypes.addressof(self._blocks), ln_f=self._describe_norm(model.ln_f),
+        )  # fmt: skip
+        memory = np.zeros(self._lib.memory_size(self._c) + 64, np.uint8)
+        self._kept.append(memory)
+        self._c.memory = -(-memory.ctypes.data // 64) * 64
+
+    def _keep(self, tensor: Tensor) -> int:
+        """Keeps a tensor as long as the decoder, and returns its address."""
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    def _describe_norm(self, norm: Any) -> Any:
+        bias = getattr(norm, "bias", None)
+        return library.Norm(self._keep(_padded(norm.weight)), None if bias is None else self._keep(_padded(bias)))
+
+    def _describe_block(self, layer: int) -> Any:
+        block: Any = self.model.h[layer]
+        window, keys = self.cache.windows[layer], self.cache.keys[layer]
+        norms = {name: getattr(block.attn, name) for name in ("q_norm", "k_norm")}
+        return library.Block(
+            ln_1=self._describe_norm(block.ln_1), ln_2=self._describe_norm(block.ln_2),
+            **{name: self._describe_norm(norm) for name, norm in norms.items() if norm is not None},
+            c_attn=block.attn.c_attn.describe(), c_proj=block.attn.c_proj.describe(), c_fc=block.mlp.c_fc.describe(),
+            mlp_c_proj=block.mlp.c_proj.describe(), keys=keys.data_ptr(),
+            values=self.cache.values[layer].data_ptr(), columns=self.cache.columns[window], window=window,
+        )  # fmt: skip
+
+    def forward(self, work: Sequence[tuple[int, int, int]], ids: Tensor) -> Tensor:
+        """Appends ids (N) to slots, and returns the residual stream (N, C). ``work`` has, for each slot, its row, its
+        length and its number of new ids. Raises ValueError for ids or positions out of range."""
+        counts = [count for _, _, count in work]
+        rows = np.repeat(np.array([row for row, _, _ in work], np.int32), counts)
+        positions = np.concatenate([np.arange(length, length + count, dtype=np.int32) for _, length, count in work])
+        id_array = ids.numpy().astype(np.int32)
+        config, end = self.model.config, int(positions.max()) + 1
+        if len(id_array) != len(rows) or id_array.min() < 0 or id_array.max() >= config.vocab_size:
+            raise ValueError(f"ids must be from 0 to {config.vocab_size - 1:,}")
+        max_positions, can_slide = self.cache.max_positions, config.positions == "rotary"
+        if any(length + count > max_positions and not (count == 1 and can_slide) for _, length, count in work):
+            raise ValueError(f"{end} tokens do not fit in a cache of {max_positions}")
+        self.model.grow_rope_table(end)
+        if (rope := self.model.rope) is not None:
+            self._c.rope, self._c.rope_positions = rope.data_ptr(), rope.size(1)
+        x = torch.empty(len(rows), config.n_embd)
+        inputs = [array.ctypes.data for array in (id_array, rows, positions)]
+        self._call(self._lib.forward, len(rows), *inputs, x.data_ptr())
+        return x
+
+    def unembed(self, x: Tensor) -> Tensor:
+        """Returns logits (n, V) of the residual stream (n, C)."""
+        x = x.float().contiguous()
+        logits = torch.empty(len(x), -(-self.model.config.vocab_size // TILE) * TILE)
+        self._call(self._lib.unembed, len(x), x.data_ptr(), logits.data_ptr())
+        return logits[:, : self.model.config.vocab_size]
+
+    def _call(self, function: Any, count: int, *arguments: int) -> None:
+        name = function.__name__
+        threads = self._choose_threads(name, count)
+        with _calling:
+            start = time.perf_counter()
+            function(self._c, count, *arguments, threads)
+            seconds = time.perf_counter() - start
+        if count <= FEW_ROWS:
+            key = (name, count, threads)
+            self._seconds[key] = self._seconds.get(key, seconds) * 0.75 + seconds * 0.25
+
+    def _choose_threads(self, name: str, count: int) -> int:
+        """Returns 1 or all threads for a step of ``count`` rows, whichever was faster lately. Next to busy programs,
+        one thread is faster, because threads would wait for each other. Results don't depend on the number."""
+        if count > FEW_ROWS or self.threads == 1:
+            return self.threads
+        self._steps += 1
+        fast, slow = sorted((1, self.threads), key=lambda threads: self._seconds.get((name, count, threads), 0.0))
+        return slow if self._steps % TRIAL == 0 else fast

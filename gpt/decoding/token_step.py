@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt.decoding import native
 from gpt.decoding.logits import Filters, score_tokens
-from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear
+from gpt.decoding.native import is_packed
+from gpt.decoding.weights import Int4Linear
 from gpt.device import Compute
 from gpt.errors import first_line, is_out_of_memory
 from gpt.model.cache import EveryRow, KVCache
@@ -47,12 +47,9 @@ def next_tokens(
 
 def compile_step(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
     """Compiles `next_tokens` of a model, with CUDA graphs on a GPU. If compiling fails, calls ``note`` and runs steps
-    uncompiled. Returns None if blocks are already compiled (`native`). For int4 weights, and for weights packed or
-    quantized for a CPU, calls ``note`` and returns None, because the compiler cannot optimize their kernels."""
-    if native.is_used(model):
-        return None
-    if any(isinstance(module, PackedLinear | Int8Linear | Int4Linear) for module in model.modules()):
-        note("int4 weights and weights packed or quantized for the CPU are not compiled: their kernels already are")
+    uncompiled. For int4 weights and on a CPU, where steps run in C, calls ``note`` and returns None."""
+    if is_packed(model) or any(isinstance(module, Int4Linear) for module in model.modules()):
+        note("int4 weights, and steps on a CPU, are not compiled by torch: their kernels already are")
         return None
     eager_step = functools.partial(next_tokens, model)
     compiled_step = torch.compile(

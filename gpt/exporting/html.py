@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.device import DTYPES
-from gpt.errors import UserError
+from gpt.errors import NotANumber, UserError
 from gpt.export_config import ExportConfig, PageDtype
 from gpt.exporting import page_tokenizer
 from gpt.exporting.card import summary
@@ -31,10 +32,9 @@ from gpt.exporting.source import SourceModel
 from gpt.files import write_pieces
 from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import Quantized, to_tensor
+from gpt.model.quantize import LEVELS, Quantized, to_tensor
 from gpt.playground.page import MODEL, assemble
 from gpt.runs.copying import IDS_PER_PASS, MAX_IDS
-from gpt.runs.quantized import quantize_parameter
 from gpt.text.shards import id_type
 from gpt.text.token_folder import TokenFolder
 from gpt.text.tokenizer import Tokenizer
@@ -157,7 +157,8 @@ def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, d
     parameter = named_parameters(config)[name]
     kind = _kind(parameter, dtype)
     if kind == "i8":
-        return quantize_parameter(parameter, value, 8)
+        levels, scales = _round_rows(value)
+        return levels.float().mul_(scales[:, None])
     return to_tensor(value).to(DTYPES[_DTYPES[kind]]).float()
 
 
@@ -286,10 +287,18 @@ def _stream(source: SourceModel, layout: _Layout) -> Iterator[Array]:
 def _encode(name: str, parameter: Parameter, value: Tensor | Quantized, kind: str) -> list[Array]:
     """Returns a parameter's values, or its levels and scales. Raises `UserError` for values out of range."""
     if kind == "i8":
-        matrix = quantize_parameter(parameter, value, 8)
-        assert isinstance(matrix, Quantized)
-        return [matrix.levels.numpy(), matrix.scales.numpy()]
+        return [tensor.numpy() for tensor in _round_rows(value)]
     return [round_values(name, value, _DTYPES[kind])]
+
+
+def _round_rows(value: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+    """Returns int8 levels, and the scale of each row, whose largest element becomes ±127. Raises `NotANumber`."""
+    rows = to_tensor(value).float()
+    scales = rows.abs().amax(1) / LEVELS
+    if not scales.isfinite().all():
+        raise NotANumber("weights cannot be quantized: some are NaN or infinite")
+    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
+    return (rows / scales[:, None]).round_().to(torch.int8), scales
 
 
 def _cut(arrays: Iterable[Array]) -> Iterator[bytearray]:

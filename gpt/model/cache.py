@@ -70,6 +70,9 @@ class KVCache:
     Position p is in column p modulo the number of columns. A windowed layer has columns for its window plus
     `params.WINDOW_SLACK` positions that can be appended and rewound. Other layers have ``max_positions`` columns. With
     RoPE, positions can exceed ``max_positions`` in steps of one token.
+
+    With ``tile``, for `gpt.decoding.native`, numbers of columns are multiples of it, keys have the shape (rows, K,
+    columns / tile, D, tile), and D of the values is rounded up to a multiple.
     """
 
     def __init__(
@@ -79,17 +82,21 @@ class KVCache:
         device: torch.device,
         dtype: torch.dtype,
         max_positions: int | None = None,
+        tile: int = 1,
     ) -> None:
-        self.rows = rows
+        self.rows, self.tile = rows, tile
         self.max_positions = config.block_size if max_positions is None else max_positions
         self.windows = tuple(min(window or self.max_positions, self.max_positions) for window in config.windows)
         self.columns = {
-            min(w or self.max_positions, self.max_positions): cache_columns(w, self.max_positions)
+            min(w or self.max_positions, self.max_positions): _round_up(cache_columns(w, self.max_positions), tile)
             for w in config.windows
         }
-        shapes = [(rows, config.kv_heads, self.columns[w], config.head_size) for w in self.windows]
-        self.keys = [_make_zeros(shape, device, dtype) for shape in shapes]
-        self.values = [_make_zeros(shape, device, dtype) for shape in shapes]
+        K, D = config.kv_heads, config.head_size
+        self.keys, self.values = list[Tensor](), list[Tensor]()
+        for columns in (self.columns[window] for window in self.windows):
+            key_shape = (rows, K, columns, D) if tile == 1 else (rows, K, columns // tile, D, tile)
+            self.keys.append(_make_zeros(key_shape, device, dtype))
+            self.values.append(_make_zeros((rows, K, columns, _round_up(D, tile)), device, dtype))
         blocks = -(-max(self.columns.values()) // BLOCK)
         self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # block indices for `make_block_mask`
 
@@ -106,18 +113,27 @@ class KVCache:
     def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
         """Copies positions ``start`` to ``stop`` to another row. A layer has wrapped around if more positions were
         ``written`` to either row than the layer has columns. In that case, copies all its columns."""
-        for tensor in (*self.keys, *self.values):
-            columns = slice(start, stop) if written <= tensor.size(2) else slice(None)
+        for tensor, tile in self._tensors():
+            has_wrapped = written > tensor.size(2) * tile
+            columns = slice(None) if has_wrapped else slice(start // tile, -(-stop // tile))
             tensor[target, :, columns] = tensor[source, :, columns]
 
     def clear(self, row: int, written: int) -> None:
         """Zeroes the ``written`` positions of a row."""
-        for tensor in (*self.keys, *self.values):
-            tensor[row, :, :written] = 0
+        for tensor, tile in self._tensors():
+            tensor[row, :, : -(-written // tile)] = 0
 
     def is_finite(self, row: int, written: int) -> bool:
         """Whether a row's keys and values are finite."""
-        return all(bool(tensor[row, :, :written].isfinite().all()) for tensor in (*self.keys, *self.values))
+        return all(bool(tensor[row, :, : -(-written // tile)].isfinite().all()) for tensor, tile in self._tensors())
+
+    def _tensors(self) -> list[tuple[Tensor, int]]:
+        """Returns all keys and values, and how many columns an index of axis 2 has."""
+        return [*((keys, self.tile) for keys in self.keys), *((values, 1) for values in self.values)]
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
 
 class Placement:
@@ -190,37 +206,21 @@ class Placement:
         mask = _visibility_mask(new, torch.cat([positions_before, new], dim=1), window)
         return _Span(rows, slice(0, 0), slice(0, 0), mask, index)
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
-        """Stores a layer's new keys and values and computes attention, (B, H, T, D). Long causal prefills use
-        ``prefill_dtype``."""
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Stores a layer's new keys and values and computes attention, (B, H, T, D)."""
         if len(self._parts) == 1:
-            return self._attend(self._parts[0][2], layer, q, k, v, prefill_dtype)
+            return self._attend(self._parts[0][2], layer, q, k, v)
         tokens, outputs = [tensor.transpose(1, 2)[0] for tensor in (q, k, v)], []  # (N, H, D)
         for offset, shape, spans in self._parts:
             n = shape[0] * shape[1]
             q, k, v = (tensor[offset : offset + n].view(*shape, *tensor.shape[1:]).transpose(1, 2) for tensor in tokens)
-            outputs.append(self._attend(spans, layer, q, k, v, prefill_dtype).transpose(1, 2).flatten(0, 1))
+            outputs.append(self._attend(spans, layer, q, k, v).transpose(1, 2).flatten(0, 1))
         return torch.cat(outputs)[None].transpose(1, 2)
 
-    def _attend(
-        self, spans: dict[int, _Span], layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None
-    ) -> Tensor:
+    def _attend(self, spans: dict[int, _Span], layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         span = spans[self.cache.windows[layer]]
         k, v = span.append(self.cache.keys[layer], k), span.append(self.cache.values[layer], v)
-        if prefill_dtype is not None and span.mask is None and q.size(2) >= kernels.MATMUL_QUERIES:
-            return kernels.attend(q.to(prefill_dtype), k.to(prefill_dtype), v.to(prefill_dtype), None).to(q.dtype)
         return kernels.attend(q, k, v, span.mask)
-
-    def select_row(self, layer: int) -> tuple[Tensor, Tensor, tuple[int, int, int]] | None:
-        """Returns a layer's cached keys and values, (K, columns, D), for a step of one token. Also returns the column
-        to write, the first visible column, and the end of the visible columns. Returns None if columns are not in
-        position order."""
-        span = self._parts[0][2][self.cache.windows[layer]]
-        if not isinstance(span.new_columns, slice) or span.mask is not None or span.gather_index is not None:
-            return None
-        row = 0 if span.rows is None else span.rows.start
-        place = (span.new_columns.start, span.visible_columns.start, span.visible_columns.stop)
-        return self.cache.keys[layer][row], self.cache.values[layer][row], place
 
 
 class EveryRow:
@@ -237,7 +237,7 @@ class EveryRow:
         # A mask per window: of columns, (rows, 1, 1, columns), or of blocks.
         self.masks: dict[int, Any] = {w: make_mask(positions, w, columns) for w, columns in cache.columns.items()}
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, prefill_dtype: torch.dtype | None = None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Stores a layer's new keys and values, (rows, K, 1, D), and computes attention."""
         keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.cache.windows[layer]
         keys[self.rows, :, self.columns[window]] = k[:, :, 0].to(keys.dtype)

@@ -90,7 +90,6 @@ class Attention(nn.Module):
         super().__init__()
         self.head_size, self.window, self.dropout = config.head_size, window, config.dropout
         self.groups = config.n_head // config.kv_heads  # query heads per key/value head
-        self.prefill_dtype: torch.dtype | None = None  # dtype of attention in long prefills, if not the model's
         query_width, kv_width = config.n_head * config.head_size, config.kv_heads * config.head_size
         # c_attn computes queries, keys and values of all heads; c_proj is the output matrix W_O.
         self.c_attn = Linear(config.n_embd, query_width + 2 * kv_width, bias=config.biases != "none")
@@ -108,7 +107,7 @@ class Attention(nn.Module):
         if places is None:
             y = kernels.attend(q, k, v, None, self.dropout if self.training else 0.0, self.window)
         else:
-            y = places.attend(layer, q, k, v, self.prefill_dtype)
+            y = places.attend(layer, q, k, v)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D), heads concatenated
         out: Tensor = self.c_proj(y)
         return self.resid_dropout(out) if self.training else out

@@ -1,4 +1,7 @@
-"""Quantization of matrices to int8 or int4, with scales."""
+"""Quantization of matrices to int8 or int4, with a scale per group of 32 elements of a row.
+
+Levels and scales are those of GGUF's Q8_0 and Q4_0. On a CPU, products also round their inputs (`multiply`).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,15 +26,20 @@ _CHUNK_SIZE = 2**18  # Elements rounded at a time; they fit in the processor's c
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix (out, in) in int8 with a scale per row, or in int4 with a scale per 32 elements of a row."""
+    """A matrix (out, in) in int8 or int4, with a scale per group. The last group of int8 can be shorter."""
 
     levels: Tensor  # int8 (out, in), or uint8 (out, in / 2) with elements j and j + 16 of a group in byte j
-    scales: Tensor  # float32 (out), or float16 (out, in / 32)
+    scales: Tensor  # float16 (out, groups)
 
     @property
     def bits(self) -> int:
         """Bits per element: 8 or 4."""
         return 8 if self.levels.dtype == torch.int8 else 4
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of levels and scales."""
+        return self.levels.nbytes + self.scales.nbytes
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,10 +53,8 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Returns levels times scales, in float32."""
-        if self.bits == 8:
-            return self.levels.float().mul_(self.scales[:, None])
-        groups = self.unpack_levels().float().sub_(MIDDLE).view(len(self.levels), -1, GROUP)
-        return groups.mul_(self.scales.float()[..., None]).flatten(1)
+        levels = self.levels.float() if self.bits == 8 else self.unpack_levels().float().sub_(MIDDLE)
+        return scale_groups(levels, self.scales)
 
     def unpack_levels(self) -> Tensor:
         """Returns the int4 levels, 0 to 15, as uint8 (out, in)."""
@@ -66,9 +72,31 @@ def to_tensor(value: Tensor | Quantized) -> Tensor:
     return value.dequantize() if isinstance(value, Quantized) else value
 
 
+def multiply(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+    """x Wᵀ + b, (…, in) → (…, out): the definition of a product with a quantized matrix. On a CPU, the inputs are
+    rounded to int8 as well, with a float32 scale per group, so that sums within a group are exact integers."""
+    matrix = weight.dequantize()
+    if x.device.type != "cpu":
+        return F.linear(x, matrix.to(x.dtype), bias)
+    scales = _groups(x.float()).abs().amax(-1) / LEVELS
+    levels = (_groups(x.float()) * torch.where(scales * LEVELS > 1e-30, 1 / scales, 0)[..., None]).round_()
+    rounded = scale_groups(levels.flatten(-2)[..., : x.size(-1)], scales)
+    return F.linear(rounded, matrix, None if bias is None else bias.float()).to(x.dtype)
+
+
+def _groups(x: Tensor) -> Tensor:
+    """(…, in) → (…, groups, 32), padded with zeros."""
+    return F.pad(x, (0, -x.size(-1) % GROUP)).view(*x.shape[:-1], -1, GROUP)
+
+
+def scale_groups(levels: Tensor, scales: Tensor) -> Tensor:
+    """Multiplies levels (…, in) by the scales of their groups, (…, groups)."""
+    return (_groups(levels) * scales.float()[..., None]).flatten(-2)[..., : levels.size(-1)]
+
+
 def to_int8(weight: Tensor) -> Quantized:
-    """Quantizes a matrix to int8, scaling the largest element of each row to ±127. Raises `NotANumber` for NaN or
-    infinity."""
+    """Quantizes a matrix to int8, scaling the largest element of each group to ±127. Raises `NotANumber` for NaN or
+    infinity, and `UserError` for elements too large for a float16 scale."""
     return _quantize_in_chunks(weight, _rows_to_int8)
 
 
@@ -95,11 +123,13 @@ def _quantize_in_chunks(weight: Tensor, quantize: Callable[[Tensor], Quantized])
 
 
 def _rows_to_int8(rows: Tensor) -> Quantized:
-    scales = rows.abs().amax(1) / LEVELS
+    groups = _groups(rows)
+    scales = (groups.abs().amax(-1) / LEVELS).half()
     if not scales.isfinite().all():
-        raise _non_finite_error()
-    scales = torch.where(scales < torch.finfo(torch.float32).tiny, 1.0, scales)
-    return Quantized((rows / scales[:, None]).round_().to(torch.int8), scales)
+        raise _range_error(rows, "int8")
+    levels = (groups / torch.where(scales == 0, torch.inf, scales.float())[..., None]).round_()
+    levels = levels.clamp_(-LEVELS, LEVELS).to(torch.int8)  # A rounded scale can be too small for the largest element.
+    return Quantized(levels.flatten(-2)[:, : rows.size(1)].contiguous(), scales)
 
 
 def _rows_to_int4(rows: Tensor) -> Quantized:
@@ -114,15 +144,15 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
         is_better = error < best_error
         best_scale, best_error = torch.where(is_better, scale, best_scale), torch.where(is_better, error, best_error)
     if not best_error.isfinite().all():  # Every scale of some group has an infinite or NaN error.
-        if not rows.isfinite().all():
-            raise _non_finite_error()
-        raise UserError("weights are too large for int4, which has float16 scales", "use int8")
+        raise _range_error(rows, "int4")
     low, high = (_round_to_levels(groups, best_scale) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
     return Quantized((low | high << 4).flatten(1), best_scale.squeeze(-1).half())
 
 
-def _non_finite_error() -> NotANumber:
-    return NotANumber("weights cannot be quantized: some are NaN or infinite")
+def _range_error(rows: Tensor, dtype: str) -> UserError:
+    if not rows.isfinite().all():
+        return NotANumber("weights cannot be quantized: some are NaN or infinite")
+    return UserError(f"weights are too large for {dtype}, which has float16 scales", "use --dtype bfloat16 or float32")
 
 
 def _round_to_levels(groups: Tensor, scale: Tensor) -> Tensor:
@@ -130,7 +160,7 @@ def _round_to_levels(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear map that dequantizes its weight for each product. `gpt.decoding.weights` has faster layouts."""
+    """A linear map with a quantized weight. `gpt.decoding` has faster layouts."""
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
         super().__init__()
@@ -139,7 +169,7 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
-        return F.linear(x, self.weight.dequantize().to(x.dtype), self.bias)
+        return multiply(x, self.weight, self.bias)
 
 
 class QuantizedEmbedding(nn.Module):

@@ -430,7 +430,7 @@ def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype)
 def _lay_out_unembedding(
     embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
 ) -> nn.Module | None:
-    """Lays out the embedding as a linear map with ``finish``. Returns None if that changes nothing."""
+    """Lays out the embedding as a linear map with ``finish``. Returns None if that does not change its matrix."""
     linear: nn.Module
     if isinstance(embedding, QuantizedEmbedding):
         linear = QuantizedLinear(embedding.weight, None)
@@ -440,7 +440,7 @@ def _lay_out_unembedding(
         linear.weight = embedding.weight
     container = nn.Sequential(linear)
     finish(container)
-    return None if container[0] is linear else container[0]
+    return None if isinstance(container[0], nn.Linear) else container[0]
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:

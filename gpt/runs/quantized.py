@@ -1,4 +1,4 @@
-"""The layout of checkpoints with quantized matrices: int8 per row, or int4 in groups of 32.
+"""The layout of checkpoints with quantized matrices: int8 or int4, in groups of 32.
 
 A matrix (out, in) is stored as two tensors: levels, under gpt's name, and scales. The ``quantization_config`` has no
 ``quant_method``, so Transformers rejects the folder instead of misreading it.
@@ -36,7 +36,8 @@ def layout(config: GPTConfig, bits: int) -> dict[str, tuple[Shape, str]]:
     for name, p in named_parameters(config).items():
         match _bits_of(p, bits):
             case 8:
-                tensors |= {name: (p.shape, "I8"), name + SCALES: (p.shape[:1], "F32")}
+                rows, columns = p.shape
+                tensors |= {name: (p.shape, "I8"), name + SCALES: ((rows, -(-columns // GROUP)), "F16")}
             case 4:
                 rows, columns = p.shape
                 tensors |= {name: ((rows, columns // 2), "U8"), name + SCALES: ((rows, columns // GROUP), "F16")}

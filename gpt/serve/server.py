@@ -16,9 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gpt import waiting
-from gpt.decoding import native
 from gpt.decoding.context import Context, capacity
-from gpt.decoding.engine import generate
 from gpt.decoding.write import MAX_BATCH
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError
@@ -29,7 +27,6 @@ from gpt.runs import folder
 from gpt.runs.passages import TrainingText
 from gpt.runs.report import find_training_tokens
 from gpt.runs.sampling import read_defaults
-from gpt.sample_config import SampleConfig
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
@@ -162,9 +159,6 @@ def serve(
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:
-        if native.is_used(model):  # Compile before the first request.
-            _ = [*generate(context, [0], SampleConfig(max_tokens=2), ())]
-            context.slots[0].forget()
         waiting.end_threads()  # The worker thread creates its own OpenMP threads.
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{listener.getsockname()[1]}"

@@ -1,6 +1,5 @@
-"""Weight layouts for decoding: packed, int8, int4, compiled."""
+"""Weights for decoding: their dtypes, and compiled steps."""
 
-import copy
 import json
 import shutil
 import sys
@@ -11,19 +10,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import Gpt
-from models import CPU, PROMPTS, batched, engine_of, tiny_model
-from torch import nn
+from models import CPU, batched, engine_of, tiny_model
 
 import gpt as library
-from gpt.config import GPTConfig
-from gpt.decoding import native, weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
+from gpt.decoding.native import PackedLinear
 from gpt.decoding.token_step import compile_step, next_tokens
-from gpt.decoding.weights import Int4Linear, Int8Linear, PackedLinear, dtype_name, prepare
-from gpt.device import Compute, has_native_bfloat16
+from gpt.decoding.weights import prepare
+from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.quantize import Quantized, quantize_model, to_int4, to_int8
+from gpt.model.quantize import quantize_model
 from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -33,99 +30,6 @@ def logits(model: GPT) -> torch.Tensor:
     idx = torch.randint(50, (3, 12), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         return model(idx).float()
-
-
-@pytest.mark.parametrize(("arch", "positions"), [("gpt2", "learned"), ("modern", "rotary")])
-def test_packed_weights_match_unpacked_weights(arch: str, positions: str) -> None:
-    unpacked = tiny_model(40, positions, arch)
-    packed = prepare(copy.deepcopy(unpacked), CPU)
-    assert not any(isinstance(module, nn.Linear) for module in packed.modules())
-    assert sum(isinstance(module, PackedLinear) for module in packed.modules()) == 4 * 2 + 1
-    assert torch.allclose(logits(packed), logits(unpacked), atol=1e-5)
-    config = SampleConfig(max_tokens=30, ignore_eot=True)
-    requests = [Request(prompt) for prompt in PROMPTS]
-    for rows in (1, 3):
-        expected, actual = (batched(model, requests, config, rows) for model in (unpacked, packed))
-        assert [[token.id for token in tokens] for tokens in expected] == [
-            [token.id for token in tokens] for tokens in actual
-        ]
-
-
-def round_to_int8(weight: torch.Tensor) -> torch.Tensor:
-    """Rounds to int8 per channel, in floating point."""
-    scale = weight.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-    return (weight / scale).round() * scale
-
-
-@pytest.mark.parametrize("missing_instruction", [None, "has_int8_kernels", "has_exact_int8_sums"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_int8_products_match_rounded_weights(
-    missing_instruction: str | None, bias: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Input rows differ widely in scale. Some cases simulate a CPU that lacks an instruction."""
-    if missing_instruction:
-        monkeypatch.setattr(weights, missing_instruction, lambda: False)
-    torch.manual_seed(0)
-    layer = nn.Linear(64, 33, bias=bias)
-    layer.weight.data[7] = 0.0  # Padding rows are zero.
-    x = torch.randn(2, 5, 64) * torch.tensor([1e-4, 1.0, 1e4, 3.0, 0.0])[:, None]
-    quantized = Int8Linear(to_int8(layer.weight), layer.bias)
-    assert quantized.quantizes_input == weights.has_int8_kernels()
-    assert not quantized.quantizes_input or missing_instruction != "has_exact_int8_sums" or quantized.levels == 63
-    with torch.no_grad():
-        y = quantized(x)
-        if quantized.quantizes_input:
-            step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / quantized.levels
-            step /= 1 if quantized.has_exact_sums else 2 * quantized.levels  # The rounding error is multiplied as well.
-            x = (x / step).round() * step
-        expected = nn.functional.linear(x, round_to_int8(layer.weight), layer.bias)
-    scale = expected.abs().amax(-1, keepdim=True)
-    assert ((y - expected).abs() <= (1e-5 if quantized.quantizes_input else 2e-2) * scale + 1e-6).all()
-
-
-@pytest.mark.skipif(not Int4Linear.runs_on(CPU.device), reason="the int4 kernel needs AVX2")
-@pytest.mark.parametrize("bias", [True, False])
-def test_int4_products_match_rounded_weights(bias: bool) -> None:
-    """Unit vectors expose each weight. The kernel multiplies small inputs. Large inputs can use dequantized weights."""
-    torch.manual_seed(0)
-    for out_features, in_features in ((16, 64), (80, 96), (192, 256)):
-        weight = to_int4(torch.randn(out_features, in_features) * torch.logspace(-3, 1, out_features)[:, None])
-        exact, units = weight.dequantize(), torch.eye(in_features)
-        layer = Int4Linear(weight, None)
-        rounded = Quantized(weight.levels, weight.scales.bfloat16()).dequantize()
-        assert torch.equal(torch.cat([layer(chunk) for chunk in units.split(16)]).t(), rounded.bfloat16().float())
-        assert layer.restores == (out_features == 192)
-        restored = rounded if layer.restores and not has_native_bfloat16() else rounded.bfloat16().float()
-        assert torch.equal(
-            torch.cat([layer(chunk) for chunk in units.repeat(2, 1).split(128)])[:in_features].t(), restored
-        )
-        layer = Int4Linear(weight, torch.randn(out_features) if bias else None)
-        for rows in (1, 40, 100):
-            x = torch.randn(2, rows, in_features)
-            y, expected = layer(x), nn.functional.linear(x, exact, layer.bias)
-            assert y.dtype == x.dtype
-            size = x.norm(dim=-1, keepdim=True) * exact.norm(dim=1) + expected.abs()
-            assert ((y - expected).abs() <= 2**-8 * size).all()
-
-
-def test_int4_weights_are_dequantized_if_the_kernel_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Int4Linear, "runs_on", lambda device: False)
-    exact = quantize_model(GPT(GPTConfig(11, 8, 2, 2, 32)).eval(), 4)
-    idx = torch.tensor([[1, 2, 3]])
-    with torch.inference_mode():
-        expected = exact.trunk(idx)
-        prepared = prepare(exact, CPU)
-        assert dtype_name(prepared, CPU) == "float32"
-        assert torch.allclose(prepared.trunk(idx), expected, atol=1e-5)
-
-
-def test_int8_rows_are_independent() -> None:
-    """A large input row does not make small rows less precise."""
-    torch.manual_seed(0)
-    layer = Int8Linear(to_int8(torch.randn(20, 32)), None)
-    x = torch.randn(4, 32)
-    single = torch.cat([layer(row[None]) for row in x])
-    assert torch.equal(layer(torch.cat([x, 1e6 * torch.randn(1, 32)]))[:4], single)
 
 
 def test_int8_loss_is_close_to_float32(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
@@ -143,14 +47,14 @@ def test_int8_loss_is_close_to_float32(gpt: Gpt, run_folder: Path, tmp_path: Pat
 
 def test_weights_are_loaded_in_their_final_dtype(run_folder: Path) -> None:
     config = SampleConfig()
-    assert library.load(run_folder, dtype="bfloat16", sampling=config).model.wte.weight.dtype == torch.bfloat16
+    head = library.load(run_folder, dtype="bfloat16", sampling=config).model.lm_head
+    assert isinstance(head, PackedLinear)
+    assert head.kind == "bfloat16"
     assert library.load(run_folder, dtype="bfloat16").model.wte.weight.dtype == torch.float32
     unprepared = library.load(run_folder)
     assert unprepared.model.lm_head is None
     loaded = library.load(run_folder, sampling=config)
     assert torch.allclose(logits(loaded.model), logits(unprepared.model), atol=1e-4)
-    to_compile = library.load(run_folder, sampling=SampleConfig(compile="on"))
-    assert native.is_used(to_compile.model)
 
 
 def test_float32_weights_are_cast_in_each_product() -> None:

@@ -20,11 +20,10 @@ from torch import Tensor
 import gpt as library
 from gpt import api
 from gpt.config import ARCHITECTURES, GPTConfig
-from gpt.decoding.weights import Int4Linear, Int8Linear
 from gpt.device import Compute
 from gpt.errors import UserError
 from gpt.model.params import named_parameters
-from gpt.model.quantize import GROUP, Quantized, QuantizedEmbedding, to_int4, to_int8
+from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8
 from gpt.runs import checkpoint, folder, hub
 from gpt.sample_config import SampleConfig
 
@@ -38,7 +37,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"n_embd": 24},  # Rows of 24 do not divide into groups of 32.
 }
 SAMPLING = SampleConfig()
-fast_int4 = Int4Linear.runs_on(torch.device("cpu"))
 
 
 def save_shape(path: Path, **properties: Any) -> Path:
@@ -83,16 +81,24 @@ def logits(path: Path, device: str = "cpu", **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_matches_its_definition(dtype: torch.dtype) -> None:
-    weight = (torch.randn(300, 2048) * torch.logspace(-20, 20, 300)[:, None]).to(dtype)
+def test_int8_matches_gguf_q8_0(dtype: torch.dtype) -> None:
+    """The format is GGUF's Q8_0. Levels are those of the rounded scale, so the error is no larger."""
+    gguf = pytest.importorskip("gguf")
+    q8_0 = gguf.GGMLQuantizationType.Q8_0
+    weight = (torch.randn(300, 64 * GROUP) * torch.logspace(-3, 3, 300)[:, None]).to(dtype)
     weight[3] = 0
     quantized, exact = to_int8(weight), weight.float()
-    scales = exact.abs().amax(1) / 127
-    assert torch.equal(quantized.scales[scales > 0], scales[scales > 0])
-    assert torch.equal(quantized.levels, (exact / quantized.scales[:, None]).round().to(torch.int8))
-    assert torch.equal(quantized.dequantize(), quantized.levels.float() * quantized.scales[:, None])
-    assert quantized.levels.abs().amax(1)[scales > 0].eq(127).all()
     assert (quantized.bits, quantized.shape) == (8, (300, 2048))
+    groups = exact.view(300, -1, GROUP)
+    assert torch.equal(quantized.scales, (groups.abs().amax(-1) / 127).half())
+    blocks = np.concatenate(
+        [quantized.scales.numpy()[..., None].view(np.int8), quantized.levels.view(300, -1, GROUP).numpy()], axis=-1
+    )
+    restored = quantized.dequantize()
+    assert np.array_equal(gguf.quants.dequantize(blocks.reshape(300, -1).view(np.uint8), q8_0), restored.numpy())
+    reference = torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(exact.numpy(), q8_0), q8_0))
+    assert (restored - exact).square().sum() <= (reference - exact).square().sum()
+    assert torch.equal(to_int8(weight[:, :40]).dequantize()[:, :32], restored[:, :32])  # The last group is shorter.
 
 
 def test_int4_matches_gguf_q4_0() -> None:
@@ -128,12 +134,15 @@ def test_nan_and_infinity_are_not_quantized(quantize: Callable[[Tensor], Quantiz
         quantize(weight)
 
 
-def test_int4_scales_at_the_limits_of_float16() -> None:
-    assert (to_int4(torch.full((2, 32), 1e-12)).dequantize() == 0).all()
-    large = torch.full((2, 32), 4e5)
-    torch.testing.assert_close(to_int4(large).dequantize(), large, rtol=1e-3, atol=0)
-    with pytest.raises(UserError, match="too large for int4"):
-        to_int4(torch.full((2, 32), 1e6))
+@pytest.mark.parametrize(("quantize", "large", "too_large"), [(to_int4, 4e5, 1e6), (to_int8, 8e6, 1e7)])
+def test_scales_at_the_limits_of_float16(
+    quantize: Callable[[Tensor], Quantized], large: float, too_large: float
+) -> None:
+    assert (quantize(torch.full((2, 32), 1e-12)).dequantize() == 0).all()
+    weight = torch.full((2, 32), large)
+    torch.testing.assert_close(quantize(weight).dequantize(), weight, rtol=1e-3, atol=0)
+    with pytest.raises(UserError, match="too large for int"):
+        quantize(torch.full((2, 32), too_large))
 
 
 # Models from quantized folders
@@ -143,7 +152,7 @@ def test_int4_scales_at_the_limits_of_float16() -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 def test_quantized_folder_matches_the_dtype_option(quantized_folder: QuantizedFolder, shape: str, dtype: str) -> None:
     unquantized, quantized = quantized_folder(shape), quantized_folder(shape, f"float32-{dtype}")
-    for options in ({"sampling": SAMPLING}, {"sampling": SampleConfig(compile="on")}, {}):
+    for options in ({"sampling": SAMPLING}, {}):
         assert torch.equal(logits(quantized, dtype=dtype, **options), logits(unquantized, dtype=dtype, **options))
     assert torch.equal(logits(quantized, sampling=SAMPLING), logits(unquantized, dtype=dtype, sampling=SAMPLING))
     from_folder, from_option = (
@@ -163,8 +172,7 @@ def test_quantized_folder_matches_its_dequantized_weights(
         quantized_folder(shape, f"float32-{dtype}-float32"),
     )
     for options in (
-        {}, {"sampling": SAMPLING, "dtype": "float32"}, {"sampling": SAMPLING, "dtype": "bfloat16"},
-        {"sampling": SampleConfig(compile="on"), "dtype": "float32"},
+        {}, {"sampling": SAMPLING, "dtype": "float32"},
     ):  # fmt: skip
         assert torch.equal(logits(quantized, **options), logits(restored, **options)), options
     config = checkpoint.peek(quantized)[0]
@@ -181,19 +189,6 @@ def test_quantized_folder_matches_its_dequantized_weights(
     checkpoint.load_parts(quantized, config, lambda name, tensor: parts.update({name: tensor.clone()}))
     assert all(torch.equal(tensor, weights[name]) for name, tensor in parts.items())
     assert set(parts) == set(dict(library.load(quantized).model.named_parameters()))
-
-
-def test_quantized_embedding_rows_are_dequantized_on_use(quantized_folder: QuantizedFolder) -> None:
-    for shape, dtype, compute_dtype in (
-        ("gpt2", "int4", "float32"),
-        ("untied", "int4", "float32"),
-        ("modern", "int8", "auto"),
-    ):
-        model = library.load(quantized_folder(shape, f"float32-{dtype}"), dtype=compute_dtype, sampling=SAMPLING).model
-        assert isinstance(model.wte, QuantizedEmbedding)
-        assert not model.wte.weight.levels.is_inference()
-        assert isinstance(model.lm_head, Int8Linear) == (compute_dtype == "auto")
-    assert type(library.load(quantized_folder("untied", "float32-int8")).model.wte) is not QuantizedEmbedding
 
 
 @pytest.mark.parametrize("dtype", ["int8", "int4"])
@@ -290,10 +285,10 @@ def test_bench_reports_the_dtype(gpt: Gpt, quantized_folder: QuantizedFolder, dt
         "4",
         "--json",
     )
-    assert json.loads(gpt(*command).out)["dtype"] == (dtype if dtype == "int8" or fast_int4 else "float32")
+    assert json.loads(gpt(*command).out)["dtype"] == dtype
     assert json.loads(gpt(*command, "--dtype", "float32").out)["dtype"] == "float32"
     done = gpt(*command, "--compile", "on")
-    assert (done.code, "not compiled: none in tests" in done.err) == (0, True)
+    assert (done.code, "not compiled by torch" in done.err) == (0, True)
 
 
 def test_requantization_is_reported(gpt: Gpt, quantized_folder: QuantizedFolder) -> None:
@@ -338,7 +333,7 @@ def test_training_is_equal_from_quantized_and_dequantized_weights(
     ("dtype", "bytes_each", "requested_dtype"),
     [
         ("int8", 1, "auto"), ("int8", 4, "float32"), ("int4", 4, "float32"), ("int4", 1, "int8"),
-        ("int8", 1 if fast_int4 else 4, "int4"),
+        ("int8", 1, "int4"),
     ],
 )  # fmt: skip
 def test_quantized_weights_too_large_for_memory_are_refused(
@@ -390,8 +385,6 @@ print(status("VmHWM") - before)
 def test_quantized_weights_are_in_memory_once(
     quantized_folder: QuantizedFolder, tmp_path: Path, tied: bool, dtype: str
 ) -> None:
-    if dtype == "int4" and not fast_int4:
-        pytest.skip("the int4 kernel needs AVX2")
     large = save_shape(tmp_path / "large", **MODERN, vocab_size=30_000, n_layer=4, n_head=8, n_embd=1024, tied=tied)
     quantized = export(large, dtype)
     command = [sys.executable, "-c", PEAK_SCRIPT, quantized_folder("gpt2", f"float32-{dtype}"), quantized, dtype]
@@ -448,7 +441,7 @@ def test_unknown_quantization_config_is_refused(
 DAMAGES: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "scales gone": ("int8", lambda c: edit(c, lambda t: t.pop(f"{QKV}.scales")), f"{QKV}.scales is missing"),
     "scales of another shape": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", lambda t: t[:-1])), "has the shape"),
-    "scales of another dtype": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", Tensor.half)), "is F16; F32"),
+    "scales of another dtype": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", Tensor.float)), "is F32; F16"),
     "nan": ("int8", lambda c: edit(c, replace(f"{QKV}.scales", fill_last_row(torch.nan))), "not all finite"),
     "embedding": ("int4", lambda c: edit(c, replace(f"{EMBEDDING}.scales", fill_last_row(-torch.inf))), "not all finite"),
     "float levels": ("int8", lambda c: edit(c, replace(QKV, Tensor.float)), "is F32; I8"),

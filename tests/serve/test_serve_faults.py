@@ -391,13 +391,13 @@ def test_api_key_is_required(model: LanguageModel) -> None:
 def test_nan_ends_only_its_request(model: LanguageModel) -> None:
     damaged_model = load(model.path)
     with torch.no_grad():
-        damaged_model.model.wte.weight[7] = torch.nan  # The LM head has a packed copy of this row.
+        damaged_model.model.wpe.weight[25] = torch.nan
     with served(damaged_model) as api, ThreadPoolExecutor(4) as pool:
-        bodies = [{"prompt": [7, 1] if number % 2 else [1, 2], "logit_bias": {"7": -100}} for number in range(8)]
+        bodies = [{"prompt": [1] * 26 if number % 2 else [1, 2], "logit_bias": {"7": -100}} for number in range(8)]
         answers = list(pool.map(lambda body: api.post("/v1/completions", **body), bodies))
         assert [answer.status_code for answer in answers] == [200, 500] * 4
         assert "NaN or infinite" in answers[1].json()["error"]["message"]
-        stream = api.post("/v1/completions", prompt=[7], stream=True).text
+        stream = api.post("/v1/completions", prompt=[1] * 26, stream=True).text
         assert "NaN or infinite" in stream
         assert "[DONE]" not in stream
         assert "finish_reason" not in stream
@@ -754,7 +754,7 @@ class Process:
     """A `gpt serve` subprocess."""
 
     def __init__(self, run: Path, *words: str, **kwargs: Any) -> None:
-        self.process = spawn("serve", "-m", run, "--port", "0", "--compile", "off", *words, **kwargs)
+        self.process = spawn("serve", "-m", run, "--port", "0", *words, **kwargs)
         assert self.process.stderr is not None
         self.line = next(line for line in self.process.stderr if "serving" in line).strip()
         self.client = httpx.Client(base_url=self.line.split()[-1], timeout=30)
@@ -783,14 +783,6 @@ def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
             return process
 
         yield start
-
-
-@pytest.mark.more
-def test_compiled_steps_generate_the_same_text(serve: Callable[..., Process], run_folder: Path) -> None:
-    process = serve("--compile", "on", "--dtype", "float32")
-    body = {"prompt": "the cat", "temperature": 0, "max_tokens": 20}
-    text = process.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
-    assert [text] == load(run_folder).generate("the cat", greedy=True, max_tokens=20)
 
 
 @pytest.mark.slow

@@ -90,7 +90,7 @@ def serve_model(model: Path, *options: str) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GPT_SERVE_API_KEY", KEY)
         patch.setenv("GPT_THREADS", "1")
-        process = spawn("serve", "-m", model, "--port", "0", "--compile", "off", "--name", NAME, *options)
+        process = spawn("serve", "-m", model, "--port", "0", "--name", NAME, *options)
     try:
         log = ""
         while not (match := re.search(r"at (http://\S+)", log)):

@@ -177,7 +177,7 @@ def test_number_of_graphs_in_decoding(arch: Any) -> None:
         positions: Any = "rotary" if arch == "modern" else "learned"
         compute = Compute(torch.device("cpu"), torch.bfloat16)
         model = GPT(gpt.GPTConfig.of(arch, 101, 16, 2, 2, 32, positions=positions)).eval()
-        weights.prepare(model, compute, packed=False)
+        model.to(torch.bfloat16)
         for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
             context = Context(model, compute, 2, 16, token_step.compile_step(model, compute, pytest.fail))
             config = SampleConfig(max_tokens=40, ignore_eot=True)

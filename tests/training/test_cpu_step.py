@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,23 +10,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import more
-from models import CPU, FAMILIES
+from models import FAMILIES
 
 from gpt import programs
 from gpt.config import GPTConfig
-from gpt.decoding import native
-from gpt.decoding.context import Context
-from gpt.decoding.engine import generate
-from gpt.decoding.weights import prepare
 from gpt.device import Compute
-from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT
-from gpt.model.quantize import quantize_model
-from gpt.sample_config import SampleConfig
 from gpt.training.cpu_step import GradientProgram
 from gpt.training.step import Objective
-
-CONFIG = SampleConfig(greedy=True, max_tokens=40, ignore_eot=True)
 
 
 @pytest.fixture(autouse=True)
@@ -37,80 +27,16 @@ def program_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "programs"
 
 
-def model_of(
-    arch: str = "gpt2",
-    bits: int | None = None,
-    native_notes: list[str] | None = None,
-    unprepared: bool = False,
-    **overrides: Any,
-) -> GPT:
+def model_of(arch: str = "gpt2", **overrides: Any) -> GPT:
     torch.manual_seed(0)
     properties = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, **FAMILIES[arch], **overrides}
     model = GPT(GPTConfig(vocab_size=64, **properties)).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
-    if bits is not None:
-        quantize_model(model, bits)
-    if not unprepared:
-        prepare(model, CPU, keep=native_notes is not None)
-    if native_notes is not None:
-        native.enable(model, native_notes.append)
     return model
 
 
-@torch.inference_mode()
-def residual_stream(model: GPT) -> torch.Tensor:
-    """Returns the residual stream of 30 positions, computed one at a time."""
-    cache = KVCache(model.config, 1, CPU.device, CPU.dtype)
-    return torch.cat([model.trunk(torch.tensor([[id]]), Placement(cache, [(0, [id], 1)])) for id in range(30)], dim=1)
-
-
-def generate_greedily(model: GPT, prompt: list[int]) -> tuple[list[int], torch.Tensor]:
-    """Returns the generated ids and their log-probabilities."""
-    tokens = list(generate(Context(model, CPU, 1, 64), prompt, CONFIG, ends=()))
-    return [token.id for token in tokens], torch.tensor([token.logprob for token in tokens])
-
-
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None and shutil.which("g++") is None, reason="no compiler")
-
-
-@pytest.mark.slow
-@needs_compiler
-@pytest.mark.parametrize(
-    ("arch", "bits", "properties"),
-    [
-        ("qwen3", 4, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
-        ("qwen2", 8, {"n_kv_head": 1}),
-        ("gpt2", None, {}),
-        more("qwen3", None, {"n_kv_head": 2, "window": 9, "window_layers": (0, 2)}),
-        more("gpt2", 8, {"n_embd": 36}),  # 108 rows are padded to whole tiles.
-    ],
-)
-def test_compiled_blocks_match_uncompiled_blocks(
-    arch: str, bits: int | None, properties: dict[str, Any], program_folder: Path
-) -> None:
-    notes: list[str] = []
-    compiled = model_of(arch, bits, notes, **properties)
-    prompt = list(range(3, 14))
-    ids, logprobs = generate_greedily(compiled, prompt)
-    assert all(compiled.h[0].programs._cache.values())
-    assert [note[:9] for note in notes] == ["compiling"]
-    expected, expected_logprobs = generate_greedily(model_of(arch, bits, **properties), prompt)
-    if bits is None:
-        assert ids == expected
-        torch.testing.assert_close(logprobs, expected_logprobs, atol=2e-5, rtol=0)
-    # Unprepared models use dequantized weights without further rounding.
-    exact = residual_stream(model_of(arch, bits, unprepared=True, **properties))
-    torch.testing.assert_close(residual_stream(compiled), exact, atol=5e-5, rtol=0)
-    assert stat.S_IMODE(program_folder.stat().st_mode) == 0o700 or sys.platform == "win32"
-    programs_on_disk = sorted(program_folder.iterdir())
-    assert [path.suffix for path in programs_on_disk] == [".pt2"]
-    assert programs_on_disk[0].stat().st_size > 100_000
-    before = {path: path.stat().st_ino for path in programs_on_disk}
-    second_model = model_of(arch, bits, second_notes := [], **properties)
-    assert generate_greedily(second_model, prompt)[0] == ids
-    assert second_notes == []
-    assert {path: path.stat().st_ino for path in program_folder.iterdir()} == before
 
 
 def damage(path: Path, kind: str) -> None:
@@ -221,49 +147,6 @@ def test_least_recently_used_programs_are_deleted(
     assert programs.find("c", pytest.fail, pytest.fail, "it") == "c"
 
 
-def test_blocks_run_uncompiled_without_a_compiler(monkeypatch: pytest.MonkeyPatch, program_folder: Path) -> None:
-    def fail(*args: object) -> Path:
-        raise RuntimeError("no C++ compiler\nand more")
-
-    monkeypatch.setattr(programs, "compile", fail)
-    notes: list[str] = []
-    assert generate_greedily(model_of("gpt2", None, notes), [1, 2])[0] == generate_greedily(model_of("gpt2"), [1, 2])[0]
-    assert [note for note in notes if "seconds, once" not in note] == ["blocks are not compiled: no C++ compiler"]
-    assert list(program_folder.iterdir()) == []
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="folders have no mode there")
-@pytest.mark.parametrize("fault", ["open", "link", "file"])
-def test_program_folder_with_unsafe_permissions_is_not_used(
-    fault: str, program_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program_folder.parent.mkdir()
-    if fault == "open":
-        program_folder.mkdir()
-        program_folder.chmod(0o755)
-    elif fault == "link":
-        (program_folder.parent / "other").mkdir(mode=0o700)
-        program_folder.symlink_to(program_folder.parent / "other")
-    else:
-        program_folder.write_text("mine")
-    monkeypatch.setattr(programs, "compile", lambda *args: pytest.fail("compiled"))
-    notes: list[str] = []
-    assert generate_greedily(model_of("gpt2", None, notes), [1, 2])[0] == generate_greedily(model_of("gpt2"), [1, 2])[0]
-    assert len(notes) == 1
-    assert str(program_folder) in notes[0]
-    assert fault != "open" or list(program_folder.iterdir()) == []
-
-
-def test_program_key_depends_on_the_block_shape() -> None:
-    def key(kinds: tuple[str, ...] = ("float",) * 4, **overrides: Any) -> str:
-        shape = {"vocab_size": 64, "block_size": 64, "n_embd": 32, "n_head": 2, "n_layer": 2, **overrides}
-        return programs.digest(native._key(GPTConfig(**shape), kinds))
-
-    assert key() == key(n_layer=9, vocab_size=99, block_size=77)
-    other_keys = [key(("int8",) * 4), key(n_embd=64), key(n_head=4), key(biases="none"), key(layer_norm_epsilon=1e-6)]
-    assert len({key(), *other_keys}) == 6
-
-
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
@@ -281,7 +164,7 @@ def test_compiled_gradients_match_uncompiled_gradients(
 ) -> None:
     """With dropout, the same seed gives the same gradients."""
     compute, results = Compute(torch.device("cpu"), dtype), []
-    model = model_of(arch, unprepared=True, dropout=dropout, n_layer=layers).train()
+    model = model_of(arch, dropout=dropout, n_layer=layers).train()
     objective = Objective(model, 0)
     program = GradientProgram(objective, model, compute, 4, lambda text: None)
     windows = torch.randint(64, (4, 65))
