@@ -414,7 +414,7 @@ class TrainConfig(TextConfig):
     )
     teachers: int | None = _tune(
         None,
-        "First train N models with other seeds, in half of the time, as further teachers",
+        "First train N models in turn, each from the last, in half of the time, as teachers",
         shown="set by the number of passes over the text",
         low=0,
         high=100,

@@ -26,7 +26,7 @@ from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import make_strategy
-from gpt.training.teachers import Teachers, keep_teacher, own_teachers
+from gpt.training.teachers import TEACHERS, Teachers, keep_teacher, own_teachers
 from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
@@ -74,13 +74,16 @@ class Trainer:
         self.start_clock()
 
     def open_cycle(self, path: Path | None = None) -> None:
-        """Prepares the next step of the state's cycle, from the checkpoint at ``path`` or with untrained weights."""
+        """Prepares the next step of the state's cycle, from the checkpoint at ``path``. At the start of a cycle, a
+        teacher has the weights of the one before: the mean of such teachers is better (benchmarks/defaults.md)."""
         run, state = self.run, self.state
         self.clock: Clock | None = None
         self.recipe = recipe = self.run_recipe.cycle(state.cycle)
         self.teachers = self.open_teachers()
         seed_all(recipe.seed)
-        self.strategy = make_strategy(recipe, run.compute, self.world, run.init, path)
+        is_later_teacher = 0 < state.cycle < self.run_recipe.n_teachers
+        start = run.path / TEACHERS / str(state.cycle) if path is None and is_later_teacher else path
+        self.strategy = make_strategy(recipe, run.compute, self.world, run.init, start)
         self.model = self.strategy.model
         self.stepper = Stepper(self.strategy, recipe, self.teachers, self.session.note, self.on_uncompiled)
         if path is None:

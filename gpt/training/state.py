@@ -11,12 +11,12 @@ from torch import Tensor
 from gpt.device import random_states, set_random_states
 from gpt.errors import UserError
 from gpt.files import read_json, to_json
-from gpt.runs import adapter, folder, tensors
+from gpt.runs import folder, tensors
 from gpt.runs.record import Machine
 from gpt.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
 from gpt.text.batches import MAX_BATCH_SIZES
 from gpt.training.recipe import Recipe
-from gpt.training.strategy import MOMENT, WEIGHT, Strategy
+from gpt.training.strategy import MOMENT, Strategy
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
@@ -151,7 +151,7 @@ def read_saved_state(path: Path) -> SavedState:
 
 
 def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot:
-    """Reads a checkpoint's snapshot, except full weights, which `make_strategy` loads.
+    """Reads a checkpoint's snapshot, except weights, which `make_strategy` loads.
 
     Checks names, shapes and dtypes before reading. Each process keeps only its part. Raises `UserError` for damaged
     files.
@@ -168,11 +168,6 @@ def read_snapshot(path: Path, saved: SavedState, strategy: Strategy) -> Snapshot
     is_complete = set(moment_shapes) <= set(loaded) or not any(name.startswith(MOMENT) for name in loaded)
     if not is_complete or RANDOM + "torch" not in loaded:
         raise UserError(f"{path / TENSORS} is damaged: the training state is incomplete", folder.HINT)
-    if folder.is_adapter(path):
-        adapters, _ = adapter.tensors(path, saved.recipe.model, saved.recipe.lora_rank)
-        if {name: tuple(tensor.shape) for name, tensor in adapters.items()} != strategy.shapes:
-            raise UserError(f"{path} is damaged: its adapters do not match its training state", folder.HINT)
-        loaded |= {WEIGHT + name: tensor for name, tensor in adapters.items()}
     scaling = asdict(saved.scaling) if saved.scaling else {}
     return Snapshot(saved.state, scaling, loaded)
 

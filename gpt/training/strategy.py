@@ -26,7 +26,7 @@ from gpt.model.memory import accumulates_whole
 from gpt.model.params import named_parameters
 from gpt.parallel.gather import CheckpointGatherer, Exchange, ShardExchange
 from gpt.parallel.world import World
-from gpt.runs import adapter, checkpoint
+from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.tensors import Array, Deferred
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import BETAS, Optimizers, make_optimizer
@@ -317,11 +317,24 @@ def make_strategy(
                 "common ranks are 4 to 64",
             )
         adapters = lora.adapt(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets)
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if path is not None:
+            _load_adapters(path, recipe, parameters)
         adamw = AdamW(adapters, lr=0.0, betas=BETAS, weight_decay=recipe.weight_decay, fused=True)
-        optimizer = Optimizers([adamw], {name: p for name, p in model.named_parameters() if p.requires_grad})
+        optimizer = Optimizers([adamw], parameters)
     else:
         optimizer = make_optimizer(model, recipe.optimizer, recipe.weight_decay, compute.dtype, Exchange(world))
     return (Replicated if world.size > 1 else Single)(model, optimizer, compute, world)
+
+
+@torch.no_grad()
+def _load_adapters(path: Path, recipe: Recipe, parameters: Mapping[str, Tensor]) -> None:
+    """Loads a checkpoint's adapters. Raises `UserError` if they have other shapes than the ``parameters``."""
+    adapters, _ = adapter.tensors(path, recipe.model, recipe.lora_rank)
+    if {name: each.shape for name, each in adapters.items()} != {name: p.shape for name, p in parameters.items()}:
+        raise UserError(f"{path} is damaged: its adapters do not match its training state", folder.HINT)
+    for name, p in parameters.items():
+        p.copy_(adapters[name])
 
 
 def shard(

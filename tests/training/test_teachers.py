@@ -323,13 +323,15 @@ def interrupt_after(steps: int, work: Any) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT to send")
 def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two teachers take 3 of 12 steps each, and the model takes 6. The memory of each is free before the next."""
-    parameters: list[weakref.ref[Any]] = []
+    """Two teachers take 3 of 12 steps each, and the model takes 6. The second teacher starts with the weights of the
+    first. The memory of each is free before the next."""
+    parameters, starts = list[weakref.ref[Any]](), list[torch.Tensor]()
 
     def make(*args: Any) -> Any:
         assert all(parameter() is None for parameter in parameters)
         strategy = make_strategy(*args)
         parameters.extend(map(weakref.ref, strategy.model.parameters()))
+        starts.append(strategy.model.wte.weight.detach().clone())
         return strategy
 
     with monkeypatch.context() as patch:
@@ -342,7 +344,8 @@ def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: 
     assert [step.step for step in report.read_history(whole.run).steps] == [*range(7, 13)]
     assert not list(Path("whole/teachers").rglob("training.*"))
     first, second = teacher_weights("whole")
-    assert not torch.equal(first["model.embed_tokens.weight"], second["model.embed_tokens.weight"])
+    assert torch.equal(starts[1], first["model.embed_tokens.weight"])
+    assert not any(torch.equal(starts[2], each["model.embed_tokens.weight"]) for each in (first, second))
     interrupt_after(2, partial(train_quietly, text, out="parts", **OWN))
     assert library.load("parts").path == Path("parts/step-000002")
     for steps in (1, 3, 2):
