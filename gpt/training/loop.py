@@ -23,6 +23,7 @@ from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.memory_probe import fit_micro_batch
+from gpt.training.schedule import lr_at
 from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import make_strategy
@@ -202,7 +203,7 @@ class Trainer:
         """Takes one optimizer step. Reports the previous step while a GPU computes this one."""
         recipe, state, world = self.recipe, self.state, self.world
         start, self.earlier_position = time.perf_counter(), self.position
-        lr = state.rate_factor * recipe.lr_at(self.position + 1)
+        lr = state.rate_factor * lr_at(recipe, self.position + 1)
         world.seed(recipe.seed, state.cycle_step)
         x, y, *lesson = self.batches.global_batch(state.cycle_step, world.rank, world.size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))

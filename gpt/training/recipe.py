@@ -21,7 +21,6 @@ from gpt.training import finetune
 from gpt.training.time_budget import INTERVALS, Costs, TimeBudget
 
 Schedule = Literal["linear", "cosine", "constant"]
-COSINE_FLOOR = 0.1  # final share of the peak learning rate in the cosine schedule (GPT-3, appendix B)
 DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule decays
 # Weight decay grows with the passes over a text. With r tokens per parameter, it reaches 1 at max(12, 80 r) passes.
 # From 300 r passes, dropout is added if weight decay has reached 1 (benchmarks/defaults.md).
@@ -206,22 +205,6 @@ class Recipe:
     def is_timed(self) -> bool:
         """Whether the run ends by the clock."""
         return "steps" in self.by_clock.split()
-
-    def lr_at(self, step: float) -> float:
-        """The learning rate at ``step``, from 1 to ``steps``. It rises linearly to ``lr`` over ``warmup`` steps.
-
-        Then it stays constant for ``constant``, or decays to a tenth for ``cosine``. For ``linear``, it decays towards
-        0 in the last ``decay`` steps (Hägele et al. 2024, arXiv 2405.18392). In a timed run, ``step`` is a position:
-        the share of the time that has passed, times ``steps``.
-        """
-        if step < self.warmup:
-            return self.lr * step / self.warmup
-        if self.schedule == "constant":
-            return self.lr
-        if self.schedule == "linear":
-            return self.lr * min(1.0, (self.steps + 1 - step) / max(1, self.decay))
-        progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.lr * (COSINE_FLOOR + (1 - COSINE_FLOOR) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def preset_name(config: TrainConfig, n_bytes: int, device: str) -> str:

@@ -27,6 +27,7 @@ from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, 
 from gpt.training.finetune import InitCheckpoint, find_init, open_init
 from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
+from gpt.training.schedule import lr_at
 from gpt.training.state import SavedState, TrainState, read_saved_state
 from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 from gpt.words import counted
@@ -337,7 +338,7 @@ def apply_changes(
     if steps is not None and steps > recipe.steps:
         new_recipe = replace(recipe, steps=steps)
         step = state.step
-        current, new_lr = (each.cycle(state.cycle).lr_at(state.cycle_step + 1) for each in (recipe, new_recipe))
+        current, new_lr = (lr_at(each.cycle(state.cycle), state.cycle_step + 1) for each in (recipe, new_recipe))
         note(
             f"{steps:,} steps instead of {recipe.steps:,}: from step {step:,}, the {recipe.schedule} schedule is "
             f"that of {steps:,} steps, with {recipe.decay:,} of final decay; the next learning rate is {new_lr:.2g}"

@@ -26,10 +26,9 @@ from gpt.runs import folder
 from gpt.settings import from_dict, to_toml
 from gpt.text.batches import Batches
 from gpt.text.token_folder import TokenFolder
-from gpt.training import evaluation, recipe
+from gpt.training import evaluation, recipe, schedule
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer
-from gpt.training.recipe import Recipe
 from gpt.training.time_budget import Clock, Costs, TimeBudget
 
 TINY_WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
@@ -37,7 +36,7 @@ CPU = Compute(torch.device("cpu"), torch.float32)
 
 
 def lr_at(step: int, **recipe: Any) -> float:
-    return Recipe.lr_at(SimpleNamespace(**recipe), step)  # type: ignore[arg-type]
+    return schedule.lr_at(SimpleNamespace(**recipe), step)  # type: ignore[arg-type]
 
 
 def test_loss_decreases(text: Path) -> None:
