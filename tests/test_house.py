@@ -125,6 +125,7 @@ def test_wheel_contains_only_our_packages(wheel: Path) -> None:
     expected = {
         *(str(p.relative_to(ROOT)) for p in (ROOT / "gpt").rglob("*.py")),
         "gpt/py.typed",
+        *(f"gpt/decoding/{p.name}" for p in (ROOT / "gpt" / "decoding").glob("*.[ch]")),
         *(f"gpt/playground/{p.name}" for p in (ROOT / "gpt" / "playground").iterdir() if p.is_file()),
         *(f"gpt_cli/{p.name}" for p in (ROOT / "cli").glob("*.py")),
         *(f"gpt_cli/pages/{p.name}" for p in (ROOT / "cli" / "pages").iterdir()),

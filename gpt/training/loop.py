@@ -150,8 +150,9 @@ class Trainer:
 
     @property
     def is_at_end(self) -> bool:
-        """Whether all steps of this cycle are done, or its time has passed."""
-        return self.state.share == 1 if self.clock is not None else self.state.cycle_step == self.recipe.steps
+        """Whether all steps of this cycle are done, or its time has passed after at least one."""
+        state = self.state
+        return state.share == 1 and state.cycle_step > 0 if self.clock else state.cycle_step == self.recipe.steps
 
     def train(self) -> Result:
         """Trains until the last step, early stopping, or a signal."""

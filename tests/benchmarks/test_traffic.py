@@ -11,7 +11,6 @@ from models import push
 
 from benchmarks.traffic import count
 from gpt.config import GPTConfig
-from gpt.decoding import weights
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import next_tokens
@@ -28,7 +27,7 @@ def make_decoder(arch: Any, dtype: torch.dtype, block_size: int = 128) -> tuple[
     positions: Any = "rotary" if arch == "modern" else "learned"
     compute = Compute(torch.device("cpu"), dtype)
     model = GPT(GPTConfig.of(arch, 50, block_size, 2, 2, 32, positions=positions)).eval()
-    return weights.prepare(model, compute, packed=False), compute
+    return model, compute
 
 
 @pytest.mark.slow

@@ -136,7 +136,7 @@ def test_every_rank_evaluates_equally_many_windows() -> None:
 def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A single notification tells other ranks that the checkpoint is written or abandoned."""
     notifications: list[int] = []
-    saver = Writer(tmp_path, 1, -1, lambda step: None, lambda text: None, lambda: notifications.append(1))
+    saver = Writer(tmp_path, 1, 0, -1, lambda step: None, lambda text: None, lambda: notifications.append(1))
 
     def files() -> Any:
         raise OSError(28, "No space left on device")

@@ -258,7 +258,7 @@ def test_signal_ends_the_wait_for_disk_space(tmp_path: Path, monkeypatch: pytest
     attempts = mock.Mock(side_effect=raise_disk_full)
     monkeypatch.setattr(checkpoint, "write", attempts)
     monkeypatch.setattr(checkpointing, "DISK_RETRY_SECONDS", 0.01)
-    writer = checkpointing.Writer(tmp_path, 1, -1, lambda step: None, lambda text: None)
+    writer = checkpointing.Writer(tmp_path, 1, 0, -1, lambda step: None, lambda text: None)
     with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
         writer.last(4, 10, dict, lambda: attempts.call_count == 3)
     assert attempts.call_count == 3
