@@ -1,6 +1,6 @@
 """Decoding on a CPU with decoder.c: matrices in its layout, and its steps.
 
-`gpt.model.decoder` defines the model. Where there is no C compiler, it also decodes.
+`gpt.model.decoder` defines the model. Without a C compiler, it also decodes.
 """
 
 import contextlib

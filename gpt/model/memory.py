@@ -85,7 +85,7 @@ class Setup:
 class StepMemory:
     """Bytes on a rank. ``moments`` has the totals at three moments of a step."""
 
-    parameters: int  # weights, with adapters those of the base model too
+    parameters: int  # weights, including the base model of adapters
     gradients: int  # float32
     optimizer: int  # optimizer state, float32
     activations: int  # tensors saved for the backward pass of the trunk

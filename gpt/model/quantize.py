@@ -1,6 +1,6 @@
 """Quantization of matrices to int8 or int4, with a scale per group of 32 elements of a row.
 
-Levels and scales are those of GGUF's Q8_0 and Q4_0. On a CPU, products also round their inputs (`multiply`).
+Levels and scales are as in GGUF's Q8_0 and Q4_0. On a CPU, products also round their inputs (`multiply`).
 """
 
 from collections.abc import Callable

@@ -30,7 +30,7 @@ Columns = dict[str, list[float | None]]
 
 @dataclass
 class History:
-    """The events of a run, except those that a rollback or resume undid, and those of its own teachers."""
+    """The events of a run, without its teachers, and without what a rollback or resume undid."""
 
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)

@@ -152,7 +152,9 @@ class Trainer:
     def is_at_end(self) -> bool:
         """Whether all steps of this cycle are done, or its time has passed after at least one."""
         state = self.state
-        return state.share == 1 and state.cycle_step > 0 if self.clock else state.cycle_step == self.recipe.steps
+        if self.clock is None:
+            return state.cycle_step == self.recipe.steps
+        return state.share == 1 and state.cycle_step > 0
 
     def train(self) -> Result:
         """Trains until the last step, early stopping, or a signal."""

@@ -76,8 +76,8 @@ class Facts:
     memory: int  # bytes of this process's share of the device's memory
     host_memory: int
     has_compiler: bool = False
-    processes: int = 1  # data ranks
-    local_processes: int = 1  # all ranks on this machine
+    processes: int = 1
+    local_processes: int = 1  # on this machine
     rows: int = 0  # rows of examples; 0 for text
     base: GPTConfig | None = None  # shape of the base model in fine-tuning
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the teachers
@@ -161,7 +161,7 @@ class Recipe:
 
     def cycle(self, number: int) -> "Recipe":
         """The recipe of a cycle, whose steps are its own: of a teacher, counted from 0, or after the last of them, of
-        the model that learns from them. Each teacher has a seed of its own."""
+        the model that learns from them. All have different seeds."""
         own = self.own_teachers
         if own is None:
             return self
@@ -255,7 +255,7 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
     budget, tokens = divide_time(config, draft, facts.costs, config.minutes)
     draft = _plan_steps(config, facts, tokens)
     planned = replace(config, minutes=None, compile="on" if draft.compile else "off")
-    if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and a speed of its own.
+    if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and another speed.
         steps = max(1, round(tokens / draft.batch_tokens))
         draft = _plan_steps(replace(planned, steps=steps), facts, tokens)
         if facts.compiled_costs is None:
