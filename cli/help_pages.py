@@ -11,7 +11,7 @@ from typing import Any
 import typer.core
 from rich.text import Text
 
-from . import render
+from .show import render
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"

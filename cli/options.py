@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gpt import config, sample_config
-from gpt.errors import UserError, did_you_mean
-from gpt.settings import field_types, from_dict, without_none
+from gpt.config import sample as sample_config
+from gpt.config import train as config
+from gpt.config.settings import field_types, from_dict, without_none
+from gpt.system.errors import UserError, did_you_mean
 
 from . import help_pages, inputs
 

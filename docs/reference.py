@@ -13,7 +13,7 @@ import typer
 from gpt_cli import help_pages
 from gpt_cli.main import make_app
 
-from gpt.config import TrainConfig
+from gpt.config.train import TrainConfig
 
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """\

@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError, WorkError, check_text
-from gpt.files import (
+from gpt.config.settings import MAX_FLOAT32
+from gpt.runs import hub, ollama
+from gpt.runs.record import RECORD as RECORD
+from gpt.runs.record import RunRecord
+from gpt.system.errors import UserError, WorkError, check_text
+from gpt.system.files import (
     TEMPORARY,
     file_sha256,
     is_file_name,
@@ -25,11 +29,7 @@ from gpt.files import (
     to_json,
     write_file,
 )
-from gpt.gguf_header import is_gguf, list_shards
-from gpt.runs import hub, ollama
-from gpt.runs.record import RECORD as RECORD
-from gpt.runs.record import RunRecord
-from gpt.settings import MAX_FLOAT32
+from gpt.system.gguf_header import is_gguf, list_shards
 
 RUNS = "runs"
 METRICS = "metrics.jsonl"
