@@ -29,8 +29,8 @@ from transformers import (
 
 from benchmarks.results import Table, measured, write_section
 from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request

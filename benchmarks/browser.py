@@ -21,7 +21,7 @@ import torch
 
 from benchmarks.results import Table, measured, write_section
 from gpt import api
-from gpt.config.train import find_preset
+from gpt.config.model import find_preset
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.tokenizers.importing import gpt2_tokenizer

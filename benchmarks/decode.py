@@ -30,8 +30,8 @@ from benchmarks.peers import THREADS
 from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
 from gpt import api
 from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import PRESETS, GPTConfig
 from gpt.decoding.bench import measure_bandwidth
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint

@@ -255,7 +255,7 @@ def decoding(case: Case) -> dict[str, Any]:
     """Measures decoding like `gpt bench`: random weights, greedy texts after random prompts."""
     from gpt.config.bench import BenchConfig
     from gpt.config.device import pick
-    from gpt.config.train import PRESETS
+    from gpt.config.model import PRESETS
     from gpt.decoding.bench import measure
     from gpt.decoding.token_step import compile_step
     from gpt.decoding.weights import prepare
@@ -294,7 +294,8 @@ def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
 def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     """Returns a training step with the settings that `gpt train` chooses, and a description."""
     from gpt.config.device import pick
-    from gpt.config.train import TrainConfig, find_preset
+    from gpt.config.model import find_preset
+    from gpt.config.train import TrainConfig
     from gpt.model.decoder import GPT
     from gpt.training.optim import make_optimizer
     from gpt.training.recipe import Facts, plan
@@ -333,7 +334,7 @@ def make_transformers_step(case: Case) -> tuple[Callable[[], float], dict[str, A
     from transformers import GPT2Config, GPT2LMHeadModel
 
     from gpt.config.device import pick
-    from gpt.config.train import GPTConfig, find_preset
+    from gpt.config.model import GPTConfig, find_preset
 
     shape = SHAPES[case.shape]
     compute = pick("auto", "auto", training=True)

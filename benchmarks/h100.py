@@ -33,8 +33,8 @@ from torch.utils._triton import has_triton
 from benchmarks.results import Table, measured, write_section
 from benchmarks.traffic import Traffic, count
 from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, GPTConfig, find_preset
 from gpt.config.sample import SampleConfig
-from gpt.config.train import ARCHITECTURES, GPTConfig, find_preset
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import OPTIONS, next_tokens

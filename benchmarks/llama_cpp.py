@@ -32,8 +32,8 @@ from benchmarks.results import ROOT, Table, measured, write_section
 from gpt import api
 from gpt.api import LanguageModel
 from gpt.config.export import ExportConfig
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.exporting import export as run
 from gpt.exporting import gguf, gguf_tokenizer
 from gpt.exporting.source import SourceModel, open_source

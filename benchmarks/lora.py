@@ -33,7 +33,7 @@ def write_inputs(base: Path, text: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from gpt.config.train import find_preset
+    from gpt.config.model import find_preset
     from gpt.model.decoder import GPT
     from gpt.runs import checkpoint
     from gpt.tokenizers.tokenizer import train_tokenizer

@@ -5,8 +5,8 @@ python -m benchmarks.plan
 
 from pathlib import Path
 
+from gpt.config.model import PRESETS
 from gpt.config.plan import PlanConfig
-from gpt.config.train import PRESETS
 from gpt.model.params import breakdown, flops_per_token
 from gpt.model.plan import USABLE, TrainingPlan, plans
 

@@ -29,7 +29,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from benchmarks.results import SCRIPTS, Table, measured, median_seconds, output, write_section
 from benchmarks.steps import Recorder
 from gpt.config.device import keep_freed_memory, pick
-from gpt.config.train import PRESETS, GPTConfig, Optimizer, TrainConfig, find_preset
+from gpt.config.model import PRESETS, GPTConfig, find_preset
+from gpt.config.train import Optimizer, TrainConfig
 from gpt.documents import catalogue
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy

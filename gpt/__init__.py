@@ -10,8 +10,9 @@ from gpt.system.distribution import VERSION
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel, export, load, resume, train
+    from gpt.config.model import GPTConfig
     from gpt.config.sample import SampleConfig
-    from gpt.config.train import GPTConfig, TrainConfig
+    from gpt.config.train import TrainConfig
     from gpt.model.decoder import GPT
     from gpt.system.errors import Interrupted, UserError, WorkError
     from gpt.tokenizers.tokenizer import Tokenizer

@@ -17,9 +17,11 @@ from gpt.config import events
 from gpt.config.bench import BenchConfig
 from gpt.config.device import Compute
 from gpt.config.export import ExportConfig
+from gpt.config.model import PRESETS
 from gpt.config.sample import Dtype, SampleConfig
 from gpt.config.settings import from_dict
-from gpt.config.train import PRESETS, ReadConfig, TextConfig, TrainConfig
+from gpt.config.text import ReadConfig, TextConfig
+from gpt.config.train import TrainConfig
 from gpt.corpus.shards import SIDES, Side
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool

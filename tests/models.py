@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, Arch, GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import ARCHITECTURES, Arch, GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.documents import documents as reading
 from gpt.documents.documents import Reader
 from gpt.documents.unpack import Source

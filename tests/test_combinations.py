@@ -24,8 +24,8 @@ from gpt import api
 from gpt.api import LanguageModel
 from gpt.chat import chat
 from gpt.config import events
+from gpt.config.model import RopeScaling
 from gpt.config.sample import SampleConfig
-from gpt.config.train import RopeScaling
 from gpt.system.errors import Interrupted
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.system.errors import UserError, did_you_mean
 from gpt.system.files import reading
 
@@ -59,9 +59,10 @@ def show(
         render_data.corpus(catalogue.corpus(name), json)
         return
     from gpt.corpus import token_folder
+    from gpt.documents.sources import is_token_folder
 
     with reading(Path(name)):
-        if not token_folder.is_token_folder(name):
+        if not is_token_folder(name):
             raise UserError(f"{name} is not a token folder", "create one: gpt tokenize TEXT -o DIR")
     folder = token_folder.TokenFolder(name)
     if verify:
@@ -85,6 +86,7 @@ def check(
     """
     from gpt.chat import examples
     from gpt.corpus import repeats, token_folder
+    from gpt.documents.sources import is_token_folder
     from gpt.runs import folder
     from gpt.runs.record import RunRecord
 
@@ -94,7 +96,7 @@ def check(
         names = run_settings.keys() & {"encoding", "errors", "skip_bad"}
         settings = replace(settings, **{name: run_settings[name] for name in names})
         text = [*(record.texts or text), *filter(None, [run_settings["val_text"]])]
-        text = [str(tokens)] if token_folder.is_token_folder(tokens) else text
+        text = [str(tokens)] if is_token_folder(tokens) else text
     if folders := token_folder.find_token_folders(text):
         render_data.repeats(repeats.Listing(token_folder.TokenFolder(*folders)), json)
         return

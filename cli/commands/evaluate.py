@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpt.config import events
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 
 from .. import inputs
 from ..options import Base, Device, Dtype, Json, Model, Quiet, Threads, one_of, option, takes

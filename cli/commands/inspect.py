@@ -9,9 +9,8 @@ import typer
 from gpt.system.errors import UserError
 
 from .. import inputs
-from ..options import Device, Json, Model, PromptFile, option
+from ..options import Device, Json, Model, Out, PromptFile, option
 from ..show import page, plots, progress, render
-from ..show.page import Out
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel

@@ -8,14 +8,13 @@ from typing import Annotated, Any, cast
 
 import typer
 
+from gpt.config.model import ARCHITECTURES, GPT2_VOCAB, PRESETS, Arch, GPTConfig
 from gpt.config.plan import SHAPE, PlanConfig
-from gpt.config.train import ARCHITECTURES, GPT2_VOCAB, PRESETS, Arch, GPTConfig
 from gpt.model.params import breakdown
 from gpt.system.errors import UserError, did_you_mean
 
-from ..options import Json, option, takes
+from ..options import Json, OutPage, option, takes
 from ..show import page, render, render_params, render_plan
-from ..show.page import OutPage
 
 
 @takes(PlanConfig)

@@ -6,9 +6,8 @@ import typer
 
 from gpt.system.errors import UserError
 
-from ..options import Json, Quiet
+from ..options import Json, OutPage, Quiet
 from ..show import page, progress, render
-from ..show.page import OutPage
 
 if TYPE_CHECKING:
     from gpt.insight.report import Report

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from gpt.config.train import TokenizeConfig
+from gpt.config.text import TokenizeConfig
 
 from .. import inputs
 from ..options import Json, Quiet, takes

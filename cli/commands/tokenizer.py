@@ -6,14 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.config.train import LearnConfig, ReadConfig
+from gpt.config.text import LearnConfig, ReadConfig
 from gpt.system.errors import UserError
 from gpt.system.files import check_new
 
 from .. import inputs
-from ..options import Json, Model, Quiet, TextFile, option, takes
+from ..options import Json, Model, Out, Quiet, TextFile, option, takes
 from ..show import page, plots, progress, render, render_vocabulary
-from ..show.page import Out
 
 if TYPE_CHECKING:
     from gpt.tokenizers.tokenizer import Tokenizer

@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from string import Template
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from gpt.system.errors import UserError
 from gpt.system.files import disk_errors, write_file
 
-from ..options import option
 from . import plots, render
 
 if TYPE_CHECKING:
@@ -21,12 +20,6 @@ if TYPE_CHECKING:
 
 Data = Mapping[str, Any]
 SUFFIXES = (".html", *plots.SUFFIXES, ".json")
-
-
-OutPage = Annotated[Path | None, option("--out", "-o", help="Write a self-contained page to FILE.html")]
-Out = Annotated[
-    Path | None, option("--out", "-o", help="Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")
-]
 
 
 def check_out(out: Path | None, *suffixes: str) -> None:

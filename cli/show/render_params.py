@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.text import Text
 
-from gpt.config.train import GPTConfig, Preset
+from gpt.config.model import GPTConfig, Preset
 from gpt.model.params import Breakdown
 from gpt.model.params import breakdown as count
 

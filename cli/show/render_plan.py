@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.text import Text
 
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.config.plan import PlanConfig
-from gpt.config.train import PRESETS, GPTConfig
 from gpt.model.memory import count_saved_bytes
 from gpt.model.params import breakdown, cache_bytes, count_attended, flops_per_token, flops_sampled, nearest_preset
 from gpt.model.plan import TrainingPlan, plans, trained_tokens

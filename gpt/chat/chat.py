@@ -12,14 +12,16 @@ import threading
 import types
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from gpt.system.child import end_program, start_program
 from gpt.system.errors import UserError
 from gpt.tokenizers.importing import content
 from gpt.tokenizers.saving import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials
 from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer
-from gpt.tokenizers.untrusted import end_program, start_program
 
+PROGRAM = Path(__file__).with_name("template_process.py")
 MAX_CHARACTERS = 2**22  # Maximum characters of a rendered conversation.
 TIME_LIMIT = 5.0  # Seconds per request to the template process.
 MEMORY_LIMIT = 2**30  # Bytes for the whole template process.
@@ -101,7 +103,7 @@ def answers(
     generation prompt, or changes when later messages follow. Raises `UserError` if an answer has no end-of-turn token,
     or changes earlier messages.
     """
-    specials = special_pattern(tokenizer)
+    specials = tokenizer.special_pattern()
     if _GENERATION_TAG.search(tokenizer.chat_template or ""):
         (text,), spans = _render_parts(tokenizer, messages, [(len(messages), False)], variables)
         spans = [_with_end(text, *span, specials) for span in spans]
@@ -155,7 +157,7 @@ def _find_answers(
         full_text.startswith(after) and after.startswith(prompt)
         for prompt, after in zip(prompts, texts_after, strict=True)
     )
-    starts, specials = [len(prompt) for prompt in prompts], special_pattern(tokenizer)
+    starts, specials = [len(prompt) for prompt in prompts], tokenizer.special_pattern()
     if not is_incremental:
         texts_before, _ = _render_parts(tokenizer, messages, [(index or 1, False) for index in indices], variables)
         texts_before[0] = texts_before[0] if indices[0] else ""
@@ -171,11 +173,6 @@ def _find_answers(
         if is_incremental
         else [(after, [span]) for after, span in zip(texts_after, spans, strict=True)]
     )
-
-
-def special_pattern(tokenizer: Tokenizer) -> re.Pattern[str]:
-    """Returns a pattern that matches the special tokens."""
-    return re.compile("|".join(map(re.escape, sorted(tokenizer.all_specials, key=len, reverse=True))))
 
 
 def _find_start(before: str, prompt: str, after: str, content: str, specials: re.Pattern[str]) -> int:
@@ -283,7 +280,7 @@ class _Renderer:
         with self._lock:
             process, is_complete = self._process, False
             if process is None or process.poll() is not None:
-                process = self._process = start_program("template_process.py", self._setup, self)
+                process = self._process = start_program(PROGRAM, self._setup, self)
             try:
                 line = self._send(process, request)
                 is_complete = line.endswith(b"\n")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gpt.chat import chat
-from gpt.config.train import ReadConfig, TextConfig
+from gpt.config.text import ReadConfig, TextConfig
 from gpt.corpus.corpus import MIN_HASHED_DOCUMENTS, empty_error, find_sources, hash_fraction
 from gpt.documents import sources
 from gpt.documents.documents import OnNote, Reader, Skipped, has_records, utf8_size

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from gpt.config.model import Arch, Positions
 from gpt.config.settings import check_options, option
-from gpt.config.train import Arch, Positions
 from gpt.system.peaks import find_kind
 
 SHAPE = "Shape"

@@ -19,6 +19,13 @@ Level = Literal["basic", "more", "config"]
 MAX_TOML_BYTES = 2**20  # Maximum bytes of a settings file.
 MAX_FLOAT32 = 3.4028234663852886e38  # The largest float32.
 
+# Option panels, in help order.
+PANELS = (
+    "Run", "Model", "Fine-tuning", "Text and tokens", "Reading TEXT", "Length and batch", "Optimizer",
+    "Evaluation and checkpoints", "Text", "Sampling", "Beam search", "Weights", "Card", "Page", "Address", "Load",
+    "Shape", "Devices", "Training step", "Machine", "Output",
+)  # fmt: skip
+
 
 def without_none(kind: Any) -> Any:
     """Returns ``kind`` for ``kind | None``, and other types unchanged."""

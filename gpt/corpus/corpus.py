@@ -11,7 +11,7 @@ from itertools import groupby, islice
 from typing import Any, Literal
 
 from gpt.config import events
-from gpt.config.train import ReadConfig, TextConfig
+from gpt.config.text import ReadConfig, TextConfig
 from gpt.corpus.shards import Side
 from gpt.documents.documents import MIN_FIRST_CHUNK, Chunk, OnNote, Reader, Skipped, is_plain, utf8_size
 from gpt.documents.download import OnBytes, ignore

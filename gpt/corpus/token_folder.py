@@ -18,6 +18,7 @@ from typing import Any
 
 from gpt.config.settings import Count, checked
 from gpt.corpus.shards import SIDES, Shard, Side, TokenStream
+from gpt.documents.sources import MANIFEST, PROGRESS, is_token_folder
 from gpt.system.errors import UserError
 from gpt.system.files import (
     LINES_LIMIT,
@@ -35,9 +36,7 @@ from gpt.tokenizers.finding import read_described_tokenizer
 from gpt.tokenizers.tokenizer import Tokenizer
 
 FORMAT = 1
-MANIFEST = "manifest.json"
 SOURCES = "sources.jsonl"
-PROGRESS = "progress.jsonl"  # Marks an unfinished folder.
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,6 @@ class SourceRecord:
     documents: Count
     bytes: Count
     sha256: str
-
-
-def is_token_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a token folder, finished or not."""
-    return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
 
 
 def find_token_folders(texts: Sequence[str]) -> list[Path]:

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt.chat.chat import special_pattern
 from gpt.config import events
-from gpt.config.train import TokenizeConfig
+from gpt.config.text import TokenizeConfig
 from gpt.corpus import repeats, unfinished_folder
 from gpt.corpus.corpus import Corpus, Listener, cut_documents, open_corpus
 from gpt.corpus.shards import Ids, Side, id_type
-from gpt.corpus.token_folder import MANIFEST, SourceRecord, TokenFolder
+from gpt.corpus.token_folder import SourceRecord, TokenFolder
 from gpt.corpus.unfinished_folder import Batch, Group
 from gpt.corpus.vocabulary import tokenizer_for
 from gpt.documents.documents import Chunk, Reader, Skipped, utf8_size
+from gpt.documents.sources import MANIFEST
 from gpt.documents.unpack import Source
 from gpt.system.errors import Interrupted, UserError, WorkError
 from gpt.system.files import check_new, reading
@@ -43,7 +43,7 @@ BATCH_TEXTS = 4096  # Maximum number of texts in a batch.
 
 def read_batches(corpus: Corpus, tokenizer: Tokenizer, groups: Sequence[Group], listen: Listener) -> Iterator[Batch]:
     """Yields the text after the finished ``groups`` in batches."""
-    reader, specials = Reader(corpus.reading), special_pattern(tokenizer)
+    reader, specials = Reader(corpus.reading), tokenizer.special_pattern()
     reader.skipped = Skipped(lambda text: listen(events.Note(text)))
     first, texts_done = (groups[-1].source, groups[-1].texts_read) if groups else (0, 0)
     *starts, total = accumulate((source.size for source in corpus.sources), initial=0)

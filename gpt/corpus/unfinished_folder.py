@@ -17,7 +17,8 @@ import numpy as np
 from gpt.config.settings import Count, checked
 from gpt.corpus.corpus import Corpus
 from gpt.corpus.shards import SIDES, Ids, Shard, Side, write_shard
-from gpt.corpus.token_folder import COUNTS, MANIFEST, PROGRESS, ShardRecord, SourceRecord, TokenFolder, write_manifest
+from gpt.corpus.token_folder import COUNTS, ShardRecord, SourceRecord, TokenFolder, write_manifest
+from gpt.documents.sources import MANIFEST, PROGRESS
 from gpt.system import files
 from gpt.system.errors import UserError
 from gpt.system.files import LINES_LIMIT, atomic_folder, disk_errors, open_regular, read_regular, write_file

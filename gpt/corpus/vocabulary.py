@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from gpt.config import events
-from gpt.config.train import LearnConfig, ReadConfig, TextConfig
+from gpt.config.text import LearnConfig, ReadConfig, TextConfig
 from gpt.corpus.corpus import Corpus, Listener, TextSample, cut_documents, open_corpus
 from gpt.documents.documents import utf8_size
 from gpt.tokenizers.finding import find_tokenizer

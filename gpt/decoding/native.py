@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.decoding import library
 from gpt.decoding.library import Note
 from gpt.model.cache import KVCache

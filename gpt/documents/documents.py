@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.documents import formats
 from gpt.documents.extract import KINDS, Extractor
 from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text_form

@@ -4,19 +4,21 @@ and size, because documents can be hostile."""
 import contextlib
 import json
 import subprocess
+from pathlib import Path
 from typing import Any
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.documents.unpack import BUFFER, ByteStream
+from gpt.system.child import end_program, start_program
 from gpt.system.distribution import install_extra
 from gpt.system.errors import UserError, WorkError
-from gpt.tokenizers.untrusted import end_program, start_program
 
 KINDS = {".html": "html", ".htm": "html", ".xhtml": "html", ".epub": "epub", ".docx": "docx", ".pdf": "pdf"}
 MAX_BYTES = 2**28  # Bytes of a file, and of what is unpacked from it.
 MAX_CHARACTERS = 2**26  # Characters of its text.
 MEMORY_LIMIT = 2**30  # Bytes for the whole process.
 SECONDS, RATE = 60, 2**20  # Limit of 60 s plus 1 s per MiB.
+PROGRAM = Path(__file__).with_name("document_process.py")
 _SETTINGS = {
     "memory": MEMORY_LIMIT, "longest": MAX_CHARACTERS, "unpacked": MAX_BYTES, "seconds": SECONDS, "rate": RATE,
 }  # fmt: skip
@@ -35,7 +37,7 @@ class Extractor:
         process, size = self._process, 0
         reply: dict[str, Any] = {}
         if process is None or process.poll() is not None:
-            process = self._process = start_program("document_process.py", _SETTINGS, self)
+            process = self._process = start_program(PROGRAM, _SETTINGS, self)
         try:
             with contextlib.suppress(OSError):  # The process has ended.
                 size = _send(process, name, kind, stream, config)

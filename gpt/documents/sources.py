@@ -18,7 +18,6 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
-from gpt.corpus.token_folder import is_token_folder
 from gpt.documents import catalogue
 from gpt.documents.documents import OnNote, Skipped
 from gpt.documents.download import OnBytes, ignore
@@ -28,6 +27,8 @@ from gpt.system.errors import UserError, WorkError, did_you_mean
 from gpt.tokenizers.saving import RANKS, TOKENIZER_JSON
 
 DEFAULT_CORPUS = "pydocs"
+MANIFEST = "manifest.json"  # of a finished token folder
+PROGRESS = "progress.jsonl"  # of an unfinished token folder
 
 
 def find(
@@ -51,6 +52,11 @@ def find(
     for kind, paths in finder.skipped_paths.items():
         note(f"skipped {kind}: {len(paths):,}, such as {next(iter(paths.values()))}")
     return list(unique.values())
+
+
+def is_token_folder(path: str | Path) -> bool:
+    """Whether ``path`` is a token folder, finished or not."""
+    return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
 
 
 def identity(source: Source) -> str:

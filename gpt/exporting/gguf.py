@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel
 from gpt.model.params import Parameter, named_parameters

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt.config.device import DTYPES
 from gpt.config.export import ExportConfig, PageDtype
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.corpus.shards import id_type
 from gpt.corpus.token_folder import TokenFolder
 from gpt.exporting import page_tokenizer

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting.provenance import Provenance, read_provenance
 from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters

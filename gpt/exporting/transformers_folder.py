@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt.config.device import DTYPES
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting.provenance import CARD
 from gpt.exporting.source import SourceModel
 from gpt.model.params import Parameter, named_parameters

@@ -12,7 +12,8 @@ from typing import Any, get_args
 from gpt.config import events
 from gpt.config.settings import Amount, Count, checked
 from gpt.corpus.shards import Side
-from gpt.corpus.token_folder import MANIFEST, TokenFolder, is_token_folder
+from gpt.corpus.token_folder import TokenFolder
+from gpt.documents.sources import MANIFEST, is_token_folder
 from gpt.insight.copying import MAX_IDS, Copied, find_copies
 from gpt.insight.passages import TrainingText
 from gpt.insight.yardsticks import Trend, Yardsticks, describe, find_trend, measure

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gpt.config.device import upload
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model import kernels
 from gpt.model.params import WINDOW_SLACK, cache_columns
 

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.config.train import LORA_GROUPS, LORA_ROLES, GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.train import LORA_GROUPS, LORA_ROLES
 from gpt.model.decoder import GPT
 from gpt.model.params import Parameter, Shape, named_parameters, parameters
 from gpt.system.errors import UserError

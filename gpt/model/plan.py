@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from gpt.config.model import GPTConfig
 from gpt.config.plan import PlanConfig
-from gpt.config.train import GPTConfig
 from gpt.model.memory import Setup, StepMemory, accumulates_whole, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
 from gpt.system.errors import UserError

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config.train import LORA_ROLES, GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.train import LORA_ROLES
 from gpt.model import lora
 from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files

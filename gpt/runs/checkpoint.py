@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from gpt.config.train import GPT2_VOCAB, GPTConfig
+from gpt.config.model import GPT2_VOCAB, GPTConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT, Linear
 from gpt.model.params import named_parameters

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model.params import Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized
 from gpt.runs import hf, tensors

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.config.settings import checked
-from gpt.config.train import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.model.params import GROUP, Shape, named_parameters
 from gpt.system.errors import UserError
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt.config.train import GPTConfig, RopeScaling
+from gpt.config.model import GPTConfig, RopeScaling
 from gpt.runs import folder, hf
 from gpt.system.errors import UserError
 from gpt.system.files import read_json

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gpt.config.train import MAX_VOCAB_SIZE
+from gpt.config.model import MAX_VOCAB_SIZE
 from gpt.system import gguf_header
 from gpt.system.errors import UserError, check_text
 from gpt.system.gguf_header import read_value

@@ -13,7 +13,7 @@ from typing import Any
 
 import tiktoken
 
-from gpt.config.train import MAX_VOCAB_SIZE
+from gpt.config.model import MAX_VOCAB_SIZE
 from gpt.system.errors import UserError, WorkError
 from gpt.system.files import JSON_LIMIT, cache_dir, read_json, read_regular, to_json
 from gpt.system.gguf_header import header

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from gpt.config.train import MAX_VOCAB_SIZE
+from gpt.config.model import MAX_VOCAB_SIZE
 from gpt.system.errors import UserError
 from gpt.tokenizers.backends import ByteBPE, Ids, LibraryTokenizer
 from gpt.tokenizers.boundaries import GPT2_PATTERN, SPACES
@@ -91,6 +91,10 @@ class Tokenizer:
     def opening(self) -> list[int]:
         """The ids before a document in a stream: end-of-text, then BOS if there is one."""
         return [self.eot] if self.bos is None else [self.eot, self.bos]
+
+    def special_pattern(self) -> re.Pattern[str]:
+        """Returns a pattern that matches the special tokens."""
+        return re.compile("|".join(map(re.escape, sorted(self.all_specials, key=len, reverse=True))))
 
     @cached_property
     def all_specials(self) -> dict[str, int]:

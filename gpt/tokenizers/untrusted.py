@@ -1,4 +1,4 @@
-"""Limits for tokenizers of downloaded models: text growth and run time. Starts the programs that read untrusted files.
+"""Limits for tokenizers of downloaded models: text growth and run time.
 
 The tokenizers library has no limits: a normalizer that doubles a text 60 times fills any memory, and a regular
 expression can take quadratic time.
@@ -6,16 +6,11 @@ expression can take quadratic time.
 
 import base64
 import contextlib
-import json
 import math
 import os
-import subprocess
-import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any, TypeVar
 
 from gpt.system.errors import UserError
@@ -130,22 +125,3 @@ def suppress_panic_output() -> Iterator[None]:
                 os.dup2(_saved_stderr, 2)
                 os.close(_saved_stderr)
                 _saved_stderr = -1
-
-
-def start_program(name: str, settings: Mapping[str, Any], owner: object) -> "subprocess.Popen[bytes]":
-    """Starts a program of this folder and sends it a line of ``settings``. It ends at the latest with ``owner``."""
-    pipe, program = subprocess.PIPE, str(Path(__file__).with_name(name))
-    # Without -P, files next to the program would shadow standard modules.
-    process = subprocess.Popen([sys.executable, "-P", program], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-    weakref.finalize(owner, end_program, process)
-    assert process.stdin is not None
-    with contextlib.suppress(OSError):  # The process has ended.
-        process.stdin.write(json.dumps(settings).encode() + b"\n")
-        process.stdin.flush()
-    return process
-
-
-def end_program(process: "subprocess.Popen[bytes]") -> None:
-    """Kills a program."""
-    process.kill()
-    process.communicate()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpt.config.device import Compute
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
 from gpt.system import programs

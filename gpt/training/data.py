@@ -10,14 +10,17 @@ import numpy as np
 
 from gpt.chat import chat
 from gpt.chat.examples import Conversation, Example, Pair, find_copies, read_examples
-from gpt.config.train import GPTConfig, TextConfig, TrainConfig, find_preset
+from gpt.config.model import GPTConfig, find_preset
+from gpt.config.text import TextConfig
+from gpt.config.train import TrainConfig
 from gpt.corpus import repeats
 from gpt.corpus.batches import Batches
 from gpt.corpus.corpus import Corpus, Listener, TextSample
-from gpt.corpus.token_folder import MANIFEST, TokenFolder, is_token_folder
+from gpt.corpus.token_folder import TokenFolder
 from gpt.corpus.tokenize import tokenize
 from gpt.corpus.vocabulary import make_tokenizer, tokenizer_for
 from gpt.documents.documents import Chunk, utf8_size
+from gpt.documents.sources import MANIFEST, is_token_folder
 from gpt.insight.evaluate import Window, spread_windows, windows
 from gpt.insight.yardsticks import Yardsticks, measure
 from gpt.parallel import environment

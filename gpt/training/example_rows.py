@@ -131,7 +131,7 @@ class PairEncoder(Encoder[Pair]):
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(tokenizer, block_size, skip_bad)
-        self._specials = chat.special_pattern(tokenizer)
+        self._specials = tokenizer.special_pattern()
 
     def rows(self, example: Pair) -> list[ExampleRow]:
         """Encodes a pair as one row. Raises `UserError` if it is longer than the context."""

@@ -9,7 +9,8 @@ import torch.nn as nn
 from torch import Tensor
 
 from gpt.chat import chat
-from gpt.config.train import ARCHITECTURES, GPTConfig, Optimizer, Preset, TrainConfig
+from gpt.config.model import ARCHITECTURES, GPTConfig, Preset
+from gpt.config.train import Optimizer, TrainConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 import torch
 
 from gpt.config.device import Compute
+from gpt.config.model import GPTConfig, Preset, find_preset
 from gpt.config.settings import Amount, Count, Positive, Within
-from gpt.config.train import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
+from gpt.config.train import DEFAULT_WEIGHT_DECAY, Optimizer, TrainConfig
 from gpt.corpus.batches import MAX_BATCH_SIZES, Ramp
 from gpt.model import lora
 from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors

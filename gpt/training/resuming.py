@@ -14,7 +14,8 @@ from gpt.config.device import Compute
 from gpt.config.settings import checked, from_dict
 from gpt.config.train import MAX_THREADS, TrainConfig
 from gpt.corpus.corpus import open_corpus
-from gpt.corpus.token_folder import MANIFEST, TokenFolder, find_token_folders
+from gpt.corpus.token_folder import TokenFolder, find_token_folders
+from gpt.documents.sources import MANIFEST
 from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder, hub

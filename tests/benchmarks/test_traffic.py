@@ -11,8 +11,8 @@ from models import push
 
 from benchmarks.traffic import count
 from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import next_tokens

@@ -22,7 +22,7 @@ from gpt.chat import chat, examples
 from gpt.chat.examples import Conversation, read_examples
 from gpt.config import events
 from gpt.config.sample import SampleConfig
-from gpt.config.train import TextConfig
+from gpt.config.text import TextConfig
 from gpt.decoding.write import Sample
 from gpt.system.errors import UserError
 from gpt.tokenizers.finding import find_tokenizer

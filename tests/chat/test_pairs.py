@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 import gpt as library
 from gpt.chat.examples import Conversation, Pair, kind_of, read_examples, split
 from gpt.config.sample import SampleConfig
-from gpt.config.train import TextConfig
+from gpt.config.text import TextConfig
 from gpt.model.loss import IGNORED
 from gpt.system.errors import UserError
 from gpt.tokenizers.finding import find_tokenizer

@@ -8,7 +8,7 @@ import torch
 from conftest import Gpt
 
 from gpt.config.device import Compute
-from gpt.config.train import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.decoding.weights import prepare, weight_bytes
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes

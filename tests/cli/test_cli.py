@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 import gpt as library
 from gpt.config import events
-from gpt.config.train import PRESETS
+from gpt.config.model import PRESETS
 from gpt.documents import catalogue
 
 QUICK = [

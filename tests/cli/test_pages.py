@@ -15,7 +15,7 @@ from gpt_cli.show import page as pages
 from gpt_cli.show import ticks, views
 
 import gpt as library
-from gpt.config.train import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
 from gpt.insight import inspect
 from gpt.model.decoder import GPT

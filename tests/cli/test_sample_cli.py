@@ -17,8 +17,8 @@ from conftest import Done, Gpt, slow, spawn
 from conftest import one_line_of_what_and_what_next as assert_error
 
 import gpt as library
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
 from gpt.system.errors import UserError

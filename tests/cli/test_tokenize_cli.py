@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import Done, Gpt, make_text
 
-from gpt.config.train import TextConfig
+from gpt.config.text import TextConfig
 from gpt.corpus.corpus import open_corpus
 from gpt.corpus.token_folder import TokenFolder
 from gpt.corpus.tokenize import tokenize as tokenize_corpus

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from conftest import Gpt, make_text
 
-from gpt.config.train import TokenizeConfig
+from gpt.config.text import TokenizeConfig
 from gpt.corpus import repeats
 from gpt.corpus.batches import Int64s
 from gpt.corpus.repeats import Repeats, find_repeats, repeats_in

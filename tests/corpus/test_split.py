@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.corpus.corpus import Split, TextSample, plan_split, survey
 from gpt.documents.documents import Chunk, Reader
 from gpt.documents.unpack import Source

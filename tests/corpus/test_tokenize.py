@@ -19,10 +19,11 @@ from conftest import TINY, Done, make_text, more, one_line_of_what_and_what_next
 
 import gpt
 from gpt.config import events
-from gpt.config.train import TokenizeConfig
-from gpt.corpus import shards, token_folder, unfinished_folder
+from gpt.config.text import TokenizeConfig
+from gpt.corpus import shards, unfinished_folder
 from gpt.corpus.token_folder import TokenFolder
 from gpt.corpus.tokenize import tokenize_texts
+from gpt.documents.sources import PROGRESS
 from gpt.system.errors import Interrupted, UserError, WorkError
 
 SMALL = {
@@ -199,7 +200,7 @@ def crash_after(count: int) -> Callable[..., None]:
     def write(self: unfinished_folder.ShardWriter) -> None:
         if self._batches and next(writes, None) is None:
             (self.folder / ".tmp-1-torn.ids").write_bytes(b"torn")
-            with (self.folder / token_folder.PROGRESS).open("ab") as file:
+            with (self.folder / PROGRESS).open("ab") as file:
                 file.write(b'{"shards": [{"fi')
             raise SimulatedCrash
         finish_group(self)
@@ -253,7 +254,7 @@ def test_resume_after_sigkill_is_byte_identical(texts: Path, tmp_path: Path, scr
 
 
 def finished_groups(out: Path) -> int:
-    path = out / token_folder.PROGRESS
+    path = out / PROGRESS
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
@@ -350,9 +351,9 @@ def test_forged_progress_loses_no_text(texts: Path, tmp_path: Path) -> None:
     for key, value in (("source", 9), ("source", 10**9), ("texts_read", 10**9), ("shards", [])):
         out = tmp_path / f"{key} {value}"
         tokenize_until_crash(texts, out, 4)
-        *lines, _ = (out / token_folder.PROGRESS).read_text().splitlines()
+        *lines, _ = (out / PROGRESS).read_text().splitlines()
         lines[-1] = json.dumps(json.loads(lines[-1]) | {key: value})
-        (out / token_folder.PROGRESS).write_text("".join(f"{line}\n" for line in lines))
+        (out / PROGRESS).write_text("".join(f"{line}\n" for line in lines))
         try:
             assert hashes(tokenize(texts, out, resume=True).path) == expected
         except UserError as error:

@@ -10,8 +10,8 @@ import torch
 from models import CPU, engine_of, loud, push
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding.beam import Hypothesis, Search
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request, generate

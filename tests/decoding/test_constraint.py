@@ -16,8 +16,8 @@ from conftest import slow
 from models import CPU, letters, loud
 
 from gpt.api import LanguageModel
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding import constraint as constraints
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context

@@ -14,8 +14,8 @@ from models import CPU, EOT, PROMPTS, batched, engine_of, loud, push, tiny_model
 from torch import Tensor
 
 from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding.context import CACHE_SHARE, Context, ContextPool
 from gpt.decoding.engine import Request, generate
 from gpt.decoding.logits import Token

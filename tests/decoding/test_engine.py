@@ -9,8 +9,8 @@ import torch
 from conftest import slow
 from models import CPU, EOT, PROMPTS, letters, tiny_model
 
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding import scheduler
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context

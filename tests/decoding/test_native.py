@@ -17,8 +17,8 @@ from conftest import more
 from models import CPU, SHAPES, engine_of, loud, push, tiny_model
 from torch import Tensor
 
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding import library, native
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request

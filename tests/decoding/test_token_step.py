@@ -10,7 +10,7 @@ from conftest import slow
 from models import push
 
 from gpt.config.device import Compute
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.token_step import next_tokens
 from gpt.decoding.weights import GPULinear, dtype_name, prepare, weight_bytes

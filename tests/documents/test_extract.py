@@ -13,7 +13,7 @@ import pytest
 import reading
 from reading import assert_rejected, source
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.documents import document_process as program
 from gpt.documents import extract
 from gpt.documents.documents import Reader

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reading import assert_rejected, documents, read, source
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.documents import documents as reading
 from gpt.documents import formats
 from gpt.documents.documents import Reader

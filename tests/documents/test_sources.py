@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from gpt.config.train import ReadConfig
+from gpt.config.text import ReadConfig
 from gpt.documents import documents, sources
 from gpt.documents.documents import Skipped
 from gpt.documents.unpack import Source

@@ -24,7 +24,7 @@ import gpt as library
 from gpt import api
 from gpt.config import events
 from gpt.config.export import ExportConfig
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting import card as cards
 from gpt.exporting import provenance
 from gpt.exporting.card import Comparison, Facts, card

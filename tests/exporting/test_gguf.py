@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt import api
 from gpt.config.export import FileType
-from gpt.config.train import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT

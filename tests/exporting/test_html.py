@@ -23,7 +23,7 @@ from torch import Tensor
 import gpt as library
 from gpt.chat import chat
 from gpt.config.export import PageDtype
-from gpt.config.train import PRESETS, GPTConfig, RopeScaling
+from gpt.config.model import PRESETS, GPTConfig, RopeScaling
 from gpt.corpus.token_folder import TokenFolder
 from gpt.exporting import chat_pieces, html, openings, page_tokenizer
 from gpt.exporting.source import SourceModel

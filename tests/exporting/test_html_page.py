@@ -17,8 +17,8 @@ from models import CPU, FAMILIES, engine_of, loud, source_of
 
 from gpt import api
 from gpt.chat import chat
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.config.sample import SampleConfig
-from gpt.config.train import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.corpus.token_folder import TokenFolder
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request

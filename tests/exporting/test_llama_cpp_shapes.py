@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.llama_cpp import LlamaCpp
 from gpt.config.export import FileType
-from gpt.config.train import GPTConfig, RopeScaling
+from gpt.config.model import GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import CPU
 
+from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.insight import evaluate

@@ -11,7 +11,7 @@ import torch
 from models import loud, ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config.train import GPTConfig, RopeScaling
+from gpt.config.model import GPTConfig, RopeScaling
 from gpt.insight import inspect
 from gpt.model.decoder import GPT
 from gpt.model.positions import rotate

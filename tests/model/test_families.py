@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 import gpt as library
 from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig, RopeScaling
 from gpt.config.sample import SampleConfig
-from gpt.config.train import PRESETS, GPTConfig, RopeScaling
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.model.decoder import GPT

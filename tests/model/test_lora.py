@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import gpt as library
 from gpt.config import events
-from gpt.config.train import LORA_ROLES, GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.train import LORA_ROLES
 from gpt.model import lora, loss, memory
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, hf

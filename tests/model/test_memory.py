@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from gpt.config.device import Compute
-from gpt.config.train import ARCHITECTURES, PRESETS, GPTConfig, TrainConfig
+from gpt.config.model import ARCHITECTURES, PRESETS, GPTConfig
+from gpt.config.train import TrainConfig
 from gpt.model import decoder, kernels, lora, memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT

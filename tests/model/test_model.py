@@ -14,7 +14,7 @@ from conftest import slow
 from models import loud
 from torch import Tensor
 
-from gpt.config.train import PRESETS, GPTConfig, RopeScaling
+from gpt.config.model import PRESETS, GPTConfig, RopeScaling
 from gpt.model import decoder
 from gpt.model.cache import EveryRow, KVCache, Placement
 from gpt.model.decoder import GPT

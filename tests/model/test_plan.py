@@ -11,8 +11,9 @@ from conftest import Gpt, facts, one_line_of_what_and_what_next
 from models import rank_parameters
 
 from benchmarks import plan as plan_page
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.config.plan import PlanConfig
-from gpt.config.train import PRESETS, GPTConfig, TrainConfig
+from gpt.config.train import TrainConfig
 from gpt.model.memory import Setup, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import USABLE, fits, plans, setups, step_rows, with_largest_micro_batch

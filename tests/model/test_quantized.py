@@ -20,8 +20,8 @@ from torch import Tensor
 import gpt as library
 from gpt import api
 from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.config.train import ARCHITECTURES, GPTConfig
 from gpt.model.params import named_parameters
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8
 from gpt.runs import checkpoint, folder, hub

@@ -14,7 +14,7 @@ from models import rank_parameters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from gpt.config.train import GPTConfig, find_preset
+from gpt.config.model import GPTConfig, find_preset
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import named_parameters

@@ -15,7 +15,7 @@ from conftest import Gpt, more, one_line_of_what_and_what_next
 from models import ROPE_METADATA, loud, rewritten, source_of
 from torch import Tensor
 
-from gpt.config.train import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.provenance import read_provenance
 from gpt.model.decoder import GPT

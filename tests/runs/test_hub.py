@@ -15,7 +15,7 @@ from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, spawn
 from huggingface_hub import constants
 
 import gpt as library
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.runs import checkpoint
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file, save_model
 
 from gpt import api, load
 from gpt.chat import chat
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
 from gpt.system.errors import ModelWarning, UserError

@@ -515,7 +515,7 @@ def damaged_copies(place: Path, count: int) -> DamageResults:
 
 def damaged_tokens(place: Path, count: int) -> DamageResults:
     """Reads damaged copies of a token folder. Ignores damage that changes no id."""
-    from gpt.config.train import TokenizeConfig
+    from gpt.config.text import TokenizeConfig
     from gpt.corpus.tokenize import tokenize_texts
 
     valid_folder = place / "tokens"

@@ -23,7 +23,8 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gpt
-from gpt.corpus.token_folder import MANIFEST, PROGRESS, SOURCES
+from gpt.corpus.token_folder import SOURCES
+from gpt.documents.sources import MANIFEST, PROGRESS
 from gpt.runs import folder
 from tests.stress.faults import format_outcomes, peak_memory, write_text
 
@@ -89,7 +90,7 @@ def make(place: Path) -> None:
 
     with safe_open(transformers_folder / part, framework="np") as opened:
         (transformers_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
-    from gpt.config.train import TokenizeConfig
+    from gpt.config.text import TokenizeConfig
     from gpt.corpus import tokenize, unfinished_folder
 
     tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "tokens"), tokenizer="bytes", jobs=1))

@@ -12,7 +12,7 @@ import vocabularies
 from conftest import Gpt, make_text
 from models import source_of
 
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting import gguf
 from gpt.model.decoder import GPT
 from gpt.system.errors import UserError

@@ -13,7 +13,7 @@ from conftest import more
 from models import FAMILIES
 
 from gpt.config.device import Compute
-from gpt.config.train import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT
 from gpt.system import programs
 from gpt.training.cpu_step import GradientProgram

@@ -12,7 +12,8 @@ from models import save
 
 import gpt as library
 from gpt.config import events
-from gpt.config.train import PRESETS, GPTConfig, TrainConfig
+from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.train import TrainConfig
 from gpt.model.decoder import GPT
 from gpt.model.params import nearest_preset
 from gpt.runs import checkpoint

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import gpt
 from gpt.config import events
 from gpt.config.device import Compute
-from gpt.config.train import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown, flops_per_token

@@ -11,7 +11,8 @@ import torch
 from conftest import TINY, facts, resolved
 
 from gpt.config.device import Compute
-from gpt.config.train import Arch, TrainConfig
+from gpt.config.model import Arch
+from gpt.config.train import TrainConfig
 from gpt.parallel.world import World
 from gpt.training import measuring, recipe, size
 from gpt.training.size import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes

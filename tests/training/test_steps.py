@@ -15,7 +15,8 @@ from conftest import facts, losses, resolved, slow, train, weights
 import gpt
 from gpt.config import events
 from gpt.config.device import Compute, Download
-from gpt.config.train import PRESETS, TrainConfig
+from gpt.config.model import PRESETS
+from gpt.config.train import TrainConfig
 from gpt.model import memory
 from gpt.model.decoder import GPT
 from gpt.system import programs

@@ -34,7 +34,8 @@ from safetensors.torch import load_file
 
 import gpt as library
 from gpt.config import events
-from gpt.config.train import Arch, GPTConfig, TrainConfig
+from gpt.config.model import Arch, GPTConfig
+from gpt.config.train import TrainConfig
 from gpt.corpus.batches import Batches
 from gpt.insight import report
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy

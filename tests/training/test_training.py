@@ -17,8 +17,9 @@ from conftest import FAST, TINY, Gpt, facts, losses, make_text, one_line_of_what
 import gpt
 from gpt.config import events
 from gpt.config.device import Compute, pick
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.config.settings import from_dict, to_toml
-from gpt.config.train import PRESETS, GPTConfig, TrainConfig
+from gpt.config.train import TrainConfig
 from gpt.corpus.batches import Batches
 from gpt.corpus.token_folder import TokenFolder
 from gpt.model.decoder import GPT
