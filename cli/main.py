@@ -36,11 +36,11 @@ def _print_help(context: typer.Context) -> None:
 
 
 _python_showwarning = warnings.showwarning
-GROUPS = ("tokenizer", "data", "inspect")
+GROUPS = ("tokenizer", "data", "inspect", "runs")
 COMMANDS = {  # Each command's heading on the help page, in order.
     name: heading
     for heading, names_below in {
-        "Train": ("train",),
+        "Train": ("train", "runs"),
         "Generate": ("sample", "chat", "serve"),
         "Understand": ("eval", "inspect", "report", "params", "bench"),
         "Prepare": ("data", "tokenizer", "tokenize"),
@@ -91,7 +91,8 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
             group = _load_group(name)
             for info in group.registered_commands:
                 info.cls = help_pages.Command
-            group.callback(invoke_without_command=True)(_print_help)
+            if group.registered_callback is None:
+                group.callback(invoke_without_command=True)(_print_help)
             app.add_typer(group, cls=help_pages.Group, **settings)
     return app
 

@@ -245,6 +245,36 @@ def report(run: Path, on_progress: Callable[[int, int], None] = lambda done, tot
 
 
 @dataclass(frozen=True)
+class RunSummary:
+    """A run in the list of ``gpt runs``. A member is None if it is not known."""
+
+    name: str
+    text: str | None
+    parameters: int | None
+    bits_per_byte: float | None
+    verdict: str
+    started: str | None  # UTC time
+    bytes: int  # of all its files
+
+
+def summarize(run: Path) -> RunSummary:
+    """Reads a run's summary. If it has not finished, or its record is damaged, the verdict says so."""
+    size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+    try:
+        record = RunRecord.read(run)
+    except UserError:
+        return RunSummary(run.name, None, None, None, f"{RECORD} is damaged", None, size)
+    result = record.result or {}
+    parameters, bits, trend = result.get("parameters"), result.get("bits_per_byte"), result.get("trend")
+    bits = float(bits) if isinstance(bits, int | float) else None
+    known_trend = next((known for known in get_args(Trend) if known == trend), None)
+    verdict = describe(bits, stored_yardsticks(record), known_trend) if result else "unfinished"
+    text = ", ".join(record.texts) if record.texts else None
+    count = parameters if isinstance(parameters, int) else None
+    return RunSummary(run.name, text, count, bits, verdict, record.started or None, size)
+
+
+@dataclass(frozen=True)
 class CurvePoint:
     """A line of a curve file: another program's evaluation after ``seconds`` of training. ``val_loss`` is in nats per
     token of that program's tokenizer."""

@@ -18,6 +18,7 @@ from gpt.config import events
 from gpt.insight import copying, report
 from gpt.runs.record import RunRecord, TokenizerRecord
 from gpt.system.errors import UserError
+from gpt.system.files import locked
 
 
 def step_event(number: int, loss: float = 1.0) -> events.StepEvent:
@@ -394,3 +395,21 @@ def test_smoothing_is_a_moving_average() -> None:
     with_gap: list[float | None] = [None if x == 50 else 2.0 for x in range(100)]
     assert smooth_losses(with_gap) == with_gap
     assert smooth_losses([1.7e308] * 40) == pytest.approx([1.7e308] * 40)
+
+
+def test_runs_are_listed_and_deleted(gpt: Gpt, workdir: Path) -> None:
+    for day, name in enumerate("abc", 1):
+        run = Path("runs", name)
+        run.mkdir(parents=True)
+        RunRecord(started=f"2026-01-0{day}T00:00:00+00:00", texts=["book.txt"]).write(run)
+    Path("runs/b/run.json").write_text("{")
+    runs = [json.loads(line) for line in gpt("runs", "--json").out.splitlines()]
+    verdicts = [(run["name"], run["verdict"]) for run in runs]
+    assert verdicts == [("b", "run.json is damaged"), ("a", "unfinished"), ("c", "unfinished")]
+    assert runs[1]["bytes"] == Path("runs/a/run.json").stat().st_size
+    assert "nothing was deleted" in gpt("runs", "rm", "a").err
+    assert "there is no run runs/d" in gpt("runs", "rm", "a", "d", "--yes").err
+    with locked(Path("runs/a"), ""):
+        assert "another process is writing" in gpt("runs", "rm", "a", "--yes").err
+    gpt("runs", "rm", "a", "runs/b", "--yes")
+    assert [path.name for path in Path("runs").iterdir()] == ["c"]
