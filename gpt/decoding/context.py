@@ -272,9 +272,9 @@ class ContextPool:
         return compile_step(self.model, self.compute, self.note)
 
 
-def capacity(model: GPT, compute: Compute, positions: int) -> int:
-    """Returns how many sequences of ``positions`` tokens fit in `CACHE_SHARE` of memory, next to the weights."""
-    budget = min(CACHE_SHARE * compute.memory(), _memory_after_weights(model, compute))
+def capacity(model: GPT, compute: Compute, positions: int, share: float = CACHE_SHARE) -> int:
+    """Returns how many sequences of ``positions`` tokens fit in a ``share`` of memory, next to the weights."""
+    budget = min(share * compute.memory(), _memory_after_weights(model, compute))
     return int(budget / _sequence_bytes(model, compute, positions))
 
 
