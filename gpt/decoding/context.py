@@ -71,7 +71,8 @@ class Context:
         _check_memory(model, compute, rows, positions)
         dtype, tile = (torch.float32, TILE) if is_packed(model) else (compute.dtype, 1)
         self.cache = KVCache(model.config, rows, compute.device, dtype, positions, tile)
-        self._decoder = Decoder(model, self.cache) if is_packed(model) else None  # If None, torch computes the steps.
+        # If None, torch computes the steps.
+        self._decoder = Decoder(model, self.cache, compute.step_threads) if is_packed(model) else None
         self.slots = [Slot(at) for at in range(rows)]
         self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
