@@ -263,11 +263,10 @@ class Server:
         text = await self._render(request, chat_prompt)
         self._check_length(text, "messages")
         ids = await self._encode(request, text)
-        prompt, max_tokens = self._prompt(ids, "messages"), self.service.context_length - len(ids)
-        if max_tokens < 1:
+        prompt, free_positions = self._prompt(ids, "messages"), self.service.context_length - len(ids)
+        if free_positions < 1:
             raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
-        if not generation.open_ended:
-            max_tokens = min(max_tokens, generation.config.max_tokens)
+        max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         generation = replace(
             generation, config=replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)

@@ -828,7 +828,7 @@ def test_shorter_context_option_slides_the_window(model: LanguageModel) -> None:
 
 
 def test_max_tokens_is_reduced_to_the_limit(model: LanguageModel) -> None:
-    with served(chat_model(model), limit_tokens=20) as server:
+    with served(chat_model(model), limit_tokens=5) as server:
         for tokens in (8192, -1, 2**31):
             for route, fields in (
                 ("/v1/completions", {"prompt": PROMPT}),
@@ -836,8 +836,7 @@ def test_max_tokens_is_reduced_to_the_limit(model: LanguageModel) -> None:
             ):
                 answer = server.ask(route, **fields, max_tokens=tokens, ignore_eos=True)
                 assert answer["choices"][0]["finish_reason"] == "length"
-                limit = 32 - answer["usage"]["prompt_tokens"] if "chat" in route else 20
-                assert answer["usage"]["completion_tokens"] == min(20, limit)
+                assert answer["usage"]["completion_tokens"] == 5
 
 
 def test_empty_and_unmatched_stop_strings_have_no_effect(server: Served) -> None:
