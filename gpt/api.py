@@ -23,6 +23,7 @@ from gpt.config.settings import from_dict
 from gpt.config.text import ReadConfig, TextConfig
 from gpt.config.train import TrainConfig
 from gpt.corpus.shards import SIDES, Side
+from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compile_step
@@ -245,6 +246,8 @@ def load(
     parameters = breakdown(model_config.load_config(folder.home(model_path))).trainable
     devices.use_threads(compute, threads, parameters if for_decoding else None)
     loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
+    if native.is_packed(loaded.model):
+        compute = devices.lend_threads(compute)
     if bits not in (None, stored_bits):
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
@@ -315,6 +318,7 @@ def bench(
         if dtype in quantized.BITS:
             quantize_model(model, quantized.BITS[dtype], compute.dtype)
         prepare(model, compute, note)
+        compute = devices.lend_threads(compute) if native.is_packed(model) else compute
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)

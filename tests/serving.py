@@ -107,7 +107,7 @@ def served(
     config, metrics, notes = ServeConfig(port=0, **settings), ServerMetrics(), list[str]()
     context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
     worker = Worker(context, model.tokenizer.ends, metrics, chunk)
-    size = model.model.config.block_size
+    size = min(config.context or context.size, context.size)
     training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
     service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)
     server, sock, ready = Server(service, notes.append), servers.listen(config), threading.Event()

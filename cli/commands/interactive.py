@@ -54,8 +54,8 @@ class Interaction:
         given: Collection[str],
         seed: int | None,
     ) -> None:
-        self.loaded, self.load, self.chosen, self.given = loaded, load, chosen, {*given}
-        self.settings = loaded.sampling.apply(chosen, given, render.note)
+        self.load = load
+        self._use(loaded, chosen, given, render.note)
         self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
         self.messages: list[dict[str, str]] = []  # The conversation without the system message.
         self.finish_reason = ""  # Of the last answer; "" if it was interrupted.
@@ -103,6 +103,18 @@ class Interaction:
         if name not in self.commands:
             raise UserError(f"there is no command {name}", did_you_mean(name, self.commands) or "/help lists them")
         self.commands[name](rest.strip())
+
+    def _use(
+        self,
+        loaded: "LanguageModel",
+        chosen: SampleConfig,
+        given: Collection[str],
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        """Sets the model and its settings. Raises `UserError` for settings that the model cannot use."""
+        settings = loaded.sampling.apply(chosen, given, note)
+        loaded.write("", settings)  # Nothing is generated, but a schema is compiled, for instance.
+        self.loaded, self.chosen, self.given, self.settings = loaded, chosen, {*given}, settings
 
     def _retry(self, _: str) -> None:
         if not self.messages:
@@ -206,9 +218,8 @@ class Interaction:
             raise UserError("a conversation cannot read its schema from stdin", "name a file")
         if name:
             chosen = self.chosen.changed(name, value.strip())
-            self.chosen = resolve_constraint(chosen, {}) if key == "json_schema" else chosen
-            self.given.add(key)
-            self.settings = self.loaded.sampling.apply(self.chosen, self.given)
+            chosen = resolve_constraint(chosen, {}) if key == "json_schema" else chosen
+            self._use(self.loaded, chosen, {*self.given, key})
         panels = ("Text", "Sampling", *(["Beam search"] if self.settings.beam else []))
         for field in dataclasses.fields(self.settings):
             setting = getattr(self.settings, field.name)
@@ -228,8 +239,7 @@ class Interaction:
         if not path:
             render.write(f"{self.loaded.path}\n")
             return
-        self.loaded = self.load(path)
-        self.settings = self.loaded.sampling.apply(self.chosen, self.given, render.note)
+        self._use(self.load(path), self.chosen, self.given, render.note)
 
 
 def converse(

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
@@ -36,6 +36,7 @@ class Compute:
     device: torch.device
     dtype: torch.dtype
     shared_by: int = 1
+    step_threads: int = 0  # CPU threads of decoding steps in C, or 0 if torch computes them with its own.
 
     @property
     def dtype_name(self) -> str:
@@ -59,7 +60,7 @@ class Compute:
         """Returns a description such as ``cpu, 2 threads, bfloat16``."""
         if self.device.type == "cuda":
             return f"{torch.cuda.get_device_name(self.device)}, {self.dtype_name}"
-        count = torch.get_num_threads()
+        count = self.step_threads or torch.get_num_threads()
         threads = f", {counted(count, 'thread')}" if self.device.type == "cpu" else ""
         return f"{self.device.type}{threads}, {self.dtype_name}"
 
@@ -166,6 +167,8 @@ def use_threads(compute: Compute, requested: int | None = None, parameters: int 
         raise UserError(f"threads is {requested:,}; it must be between 1 and {MAX_THREADS:,}")
     if compute.device.type != "cpu":
         return
+    if _lent_threads:
+        torch.set_num_threads(_lent_threads.pop())
     if requested is None and not os.environ.get("OMP_NUM_THREADS"):
         if parameters is not None:
             requested = min(_torch_threads(), cores(), math.ceil(parameters / PARAMETERS_PER_THREAD))
@@ -175,6 +178,17 @@ def use_threads(compute: Compute, requested: int | None = None, parameters: int 
         _torch_threads()
         torch.set_num_threads(requested)
     waiting.watch()
+
+
+_lent_threads: list[int] = []  # Torch's threads before `lend_threads`, until the next `use_threads`.
+
+
+def lend_threads(compute: Compute) -> Compute:
+    """Gives torch's threads to decoding steps in C, and leaves torch one: its threads would spin after each operation
+    between two steps, on cores that the next step needs."""
+    _lent_threads.append(torch.get_num_threads())
+    torch.set_num_threads(1)
+    return replace(compute, step_threads=_lent_threads[-1])
 
 
 def keep_freed_memory() -> None:

@@ -44,7 +44,9 @@ class ServeConfig:
         0, "Context length in tokens; a shorter one needs less memory", shown="the model's", level="basic", low=0
     )
     queue: int = _load(64, "Maximum number of waiting requests; further ones are told to retry", low=0)
-    limit_tokens: int = _load(4096, "Maximum tokens to generate, and of a prompt, per request", low=1)
+    limit_tokens: int = _load(
+        0, "Maximum tokens to generate per text", shown="the context, or 4,096 if that is more", low=0
+    )
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
         "model", "Default sampling settings: the model's own, or OpenAI's",

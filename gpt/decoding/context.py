@@ -71,7 +71,8 @@ class Context:
         _check_memory(model, compute, rows, positions)
         dtype, tile = (torch.float32, TILE) if is_packed(model) else (compute.dtype, 1)
         self.cache = KVCache(model.config, rows, compute.device, dtype, positions, tile)
-        self._decoder = Decoder(model, self.cache) if is_packed(model) else None  # If None, torch computes the steps.
+        # If None, torch computes the steps.
+        self._decoder = Decoder(model, self.cache, compute.step_threads) if is_packed(model) else None
         self.slots = [Slot(at) for at in range(rows)]
         self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
@@ -272,9 +273,9 @@ class ContextPool:
         return compile_step(self.model, self.compute, self.note)
 
 
-def capacity(model: GPT, compute: Compute, positions: int) -> int:
-    """Returns how many sequences of ``positions`` tokens fit in `CACHE_SHARE` of memory, next to the weights."""
-    budget = min(CACHE_SHARE * compute.memory(), _memory_after_weights(model, compute))
+def capacity(model: GPT, compute: Compute, positions: int, share: float = CACHE_SHARE) -> int:
+    """Returns how many sequences of ``positions`` tokens fit in a ``share`` of memory, next to the weights."""
+    budget = min(share * compute.memory(), _memory_after_weights(model, compute))
     return int(budget / _sequence_bytes(model, compute, positions))
 
 

@@ -222,7 +222,7 @@ def is_packed(model: GPT) -> bool:
 class Decoder:
     """The steps of a packed model with a KV cache whose keys are tiled."""
 
-    def __init__(self, model: GPT, cache: KVCache, threads: int | None = None) -> None:
+    def __init__(self, model: GPT, cache: KVCache, threads: int = 0) -> None:
         head, embedding = model.lm_head, model.get_submodule("wte")
         assert isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
         config = model.config

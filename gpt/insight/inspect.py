@@ -33,6 +33,7 @@ KINDS = {
 }
 MIN_LIFT = 0.25  # Minimum lift of a head's dominant kind.
 PROBE_TOKENS = 50  # Number of random ids that the probe repeats.
+LAYER_COPIES = 4  # Copies of a layer's patterns that are in memory next to all patterns.
 MAX_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 
 
@@ -58,7 +59,8 @@ def trace(
     """
     selected_layers = list(range(model.config.n_layer)) if layers is None else list(layers)
     idx = torch.as_tensor(np.asarray(ids, np.int64), device=model.ln_f.weight.device)[None]
-    patterns: dict[int, Tensor] = {}
+    size = idx.size(1)
+    patterns = np.empty((len(selected_layers), model.config.n_head, len(range(size)[queries]), size), np.float32)
     residual: list[Tensor] = []
     training = model.training
     model.eval()
@@ -67,15 +69,15 @@ def trace(
         for layer, block in enumerate(model.h):
             residual.append(x[0])
             if layer in selected_layers:
-                patterns[layer] = _find_module(block, Attention).pattern(_find_module(block, Block).ln_1(x), rope)
-                patterns[layer] = patterns[layer][0, :, queries].cpu()
+                pattern = _find_module(block, Attention).pattern(_find_module(block, Block).ln_1(x), rope)
+                patterns[selected_layers.index(layer)] = pattern[0, :, queries].cpu()
+                del pattern
             x = block(x, layer, rope)
         residual.append(x[0])
         logits = _check_finite("logits", model.unembed(model.last_norm(x[:, queries]))[0].float())
     finally:
         model.train(training)
-    stacked_patterns = torch.stack([patterns[layer] for layer in selected_layers]).numpy()
-    return Trace(idx[0].cpu().numpy(), stacked_patterns, torch.stack(residual), logits)
+    return Trace(idx[0].cpu().numpy(), patterns, torch.stack(residual), logits)
 
 
 def _find_module(block: nn.Module, kind: type[Module]) -> Module:
@@ -147,12 +149,15 @@ def head_scores(patterns: Floats, ids: Ints, windows: Sequence[int | None] | Non
         has_key = mask.any(axis=1)
         scores[kind] = chance[kind] = None
         if has_key.any():
-            scores[kind] = (patterns * mask).sum(axis=-1)[..., has_key].mean(axis=-1)
+            scores[kind] = np.stack([(layer * mask).sum(axis=-1)[:, has_key].mean(axis=-1) for layer in patterns])
             uniform = (mask & attended).sum(axis=-1) / attended.sum(axis=-1)
             chance[kind] = uniform[:, has_key].mean(axis=-1)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.where(patterns > 0, -patterns * np.log2(patterns), 0).sum(axis=-1)
-    return HeadScores(scores, chance, bits.mean(axis=-1), (patterns * distance).sum(axis=-1).mean(axis=-1))
+    entropy, distances = [], []
+    for layer in patterns:  # One layer at a time, because patterns are large.
+        with np.errstate(divide="ignore", invalid="ignore"):
+            entropy.append(np.where(layer > 0, -layer * np.log2(layer), 0).sum(axis=-1).mean(axis=-1))
+        distances.append((layer * distance).sum(axis=-1).mean(axis=-1))
+    return HeadScores(scores, chance, np.stack(entropy), np.stack(distances))
 
 
 def _masks(ids: Ints) -> Masks:
@@ -223,7 +228,7 @@ def inspect_prompt(
         raise UserError("there is no prompt to look at", 'give one: gpt inspect attention "Once upon a time"')
     context_ids = prompt_ids[-config.block_size :]
     windows = [config.windows[index] for index in layers]
-    pattern_bytes = 4 * len(layers) * config.n_head * len(context_ids) ** 2
+    pattern_bytes = 4 * (len(layers) + LAYER_COPIES) * config.n_head * len(context_ids) ** 2
     if pattern_bytes > host_memory():
         raise UserError(
             f"the patterns of {len(context_ids):,} tokens take {pattern_bytes / 1e9:,.1f} GB, but only "
@@ -231,7 +236,7 @@ def inspect_prompt(
             "use a shorter prompt, or one --layer",
         )
     activations = trace(model, context_ids, layers)
-    patterns = activations.patterns[:, heads]
+    patterns = activations.patterns if head is None else activations.patterns[:, heads]
     probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
     return Inspection(
         ids=context_ids,

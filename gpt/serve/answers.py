@@ -25,6 +25,7 @@ from gpt.serve.worker import Ticket, Worker
 from gpt.system.files import Stamps
 from gpt.tokenizers.tokenizer import Tokenizer
 
+MIN_LIMIT = 4096  # Minimum default of --limit-tokens, because a completion can outgrow the context.
 KEEPALIVE_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
 MAX_TOKENS_IN_LOOP = 64  # Larger chunks of a stream, such as an echoed prompt, are encoded outside of the event loop.
 
@@ -35,7 +36,7 @@ class Service:
 
     name: str
     tokenizer: Tokenizer
-    block_size: int
+    context_length: int  # Also the maximum length of a prompt.
     worker: Worker
     config: ServeConfig
     metrics: ServerMetrics
@@ -46,9 +47,9 @@ class Service:
     pending: "set[Answer]" = field(default_factory=set)
 
     @property
-    def context_length(self) -> int:
-        """The maximum length of a prompt that clients are told."""
-        return min(self.block_size, self.config.limit_tokens)
+    def limit_tokens(self) -> int:
+        """The maximum number of tokens to generate per text."""
+        return self.config.limit_tokens or max(MIN_LIMIT, self.context_length)
 
     @cached_property
     def constraints(self) -> ConstraintCache:

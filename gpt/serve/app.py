@@ -249,7 +249,7 @@ class Server:
 
     async def _completions(self, request: Request) -> Response:
         values = await self._json(request)
-        limit, defaults = self.service.config.limit_tokens, self.service.defaults
+        limit, defaults = self.service.limit_tokens, self.service.defaults
         texts, generation = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
         self._check_model(values)
         prompts = await self._in_thread(request, lambda: [self._prompt(text) for text in texts])
@@ -257,17 +257,16 @@ class Server:
 
     async def _chat(self, request: Request) -> Response:
         values = await self._json(request)
-        limit, defaults = self.service.config.limit_tokens, self.service.defaults
+        limit, defaults = self.service.limit_tokens, self.service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
         text = await self._render(request, chat_prompt)
-        self._check_length(text)
+        self._check_length(text, "messages")
         ids = await self._encode(request, text)
-        prompt, free_positions = self._prompt(ids), self.service.block_size - len(ids)
+        prompt, free_positions = self._prompt(ids, "messages"), self.service.context_length - len(ids)
         if free_positions < 1:
-            limit_text = f"the model's context has {self.service.block_size:,}"
-            raise _too_long_error(f"messages have {len(ids):,} tokens, but {limit_text}", "messages")
-        max_tokens = min(free_positions, limit if generation.open_ended else generation.config.max_tokens)
+            raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
+        max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         generation = replace(
             generation, config=replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
@@ -295,22 +294,22 @@ class Server:
         if name is not None and name != self.service.name:
             raise self._unknown_model(clean(str(name)))
 
-    def _prompt(self, text_or_ids: str | Sequence[int]) -> Prompt:
-        limit, vocab_size = self.service.config.limit_tokens, self.service.tokenizer.usable
+    def _prompt(self, text_or_ids: str | Sequence[int], field: str = "prompt") -> Prompt:
+        limit, vocab_size = self.service.context_length, self.service.tokenizer.usable
         if isinstance(text_or_ids, str):
             self._check_length(text_or_ids)
         prompt = read_prompt(self.service.tokenizer, text_or_ids)
         if not all(0 <= id < vocab_size for id in prompt.ids):
             raise ApiError(400, f"prompt has an id that is not below {vocab_size:,}", "prompt")
         if len(prompt.ids) > limit:
-            raise _too_long_error(f"prompt has {len(prompt.ids):,} tokens; the limit is {limit:,}")
+            raise _too_long_error(field, f"{len(prompt.ids):,} tokens, but the context has {limit:,}")
         return prompt
 
-    def _check_length(self, text: str) -> None:
-        """Raises `ApiError` if a lower bound on the text's tokens exceeds the limit. Does not tokenize."""
-        limit, min_tokens = self.service.config.limit_tokens, self.service.tokenizer.estimate_min_tokens(text)
+    def _check_length(self, text: str, field: str = "prompt") -> None:
+        """Raises `ApiError` if a lower bound on the text's tokens exceeds the context. Does not tokenize."""
+        limit, min_tokens = self.service.context_length, self.service.tokenizer.estimate_min_tokens(text)
         if min_tokens > limit:
-            raise _too_long_error(f"prompt has at least {min_tokens:,} tokens; the limit is {limit:,}")
+            raise _too_long_error(field, f"at least {min_tokens:,} tokens, but the context has {limit:,}")
 
     def _check_ready(self) -> None:
         """Raises `ApiError` or `UserError` if the server cannot generate text."""
@@ -350,14 +349,10 @@ class Server:
             answer.end()
 
     def _check_size(self, prompts: list[Prompt], generation: Generation) -> None:
-        config, vocab_size, block_size = generation.config, self.service.tokenizer.usable, self.service.block_size
+        config, vocab_size = generation.config, self.service.tokenizer.usable
         if any(id >= vocab_size for id, _ in generation.bias):
             raise ApiError(400, f"logit_bias has an id that is not below {vocab_size:,}", "logit_bias")
         longest = max(len(prompt.ids) for prompt in prompts)
-        if config.echo_logprobs and longest > block_size:
-            raise _too_long_error(
-                f"prompt has {longest:,} tokens, but log-probabilities need it to fit in the context of {block_size:,}"
-            )
         texts = len(prompts) * generation.best_of
         if texts > MAX_TEXTS:
             raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MAX_TEXTS:,}", "n")
@@ -373,8 +368,9 @@ def _stopping_error() -> ApiError:
     return ApiError(503, "the server is stopping", code="stopping")
 
 
-def _too_long_error(message: str, field: str = "prompt") -> ApiError:
-    return ApiError(400, message, field, "context_length_exceeded")
+def _too_long_error(field: str, length: str) -> ApiError:
+    verb = "have" if field == "messages" else "has"
+    return ApiError(400, f"{field} {verb} {length}", field, "context_length_exceeded")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:

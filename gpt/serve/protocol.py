@@ -61,7 +61,6 @@ class Generation:
     stream: bool
     include_usage: bool
     echo: bool
-    open_ended: bool  # Whether the request sets no token limit.
     stop_ids: frozenset[int] = frozenset()
     constrained_by: str | None = None  # Name of the constraint's field in the request.
     token_details: bool = False  # Adds token ids and bytes to completions.
@@ -239,7 +238,6 @@ def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: boo
         stream=stream,
         include_usage=stream and bool(include_usage),
         echo=echo,
-        open_ended=tokens_field is None or requested_tokens == -1,
         stop_ids=frozenset(stop_ids),
         constrained_by=next(iter(_constraint_fields(fields)), None),
         token_details=not chat and fields.flag("token_details"),

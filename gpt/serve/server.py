@@ -17,7 +17,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gpt.config.device import Compute
 from gpt.config.serve import ServeConfig
-from gpt.decoding.context import Context, capacity
+from gpt.decoding.context import CACHE_SHARE, Context, capacity
 from gpt.decoding.write import MAX_BATCH
 from gpt.insight.passages import TrainingText
 from gpt.insight.report import find_training_tokens
@@ -38,6 +38,7 @@ from gpt.tokenizers.tokenizer import Tokenizer
 IDLE_SECONDS = 30  # Timeout for a request's headers, and between requests.
 STALLED_SECONDS = 60  # Timeout for a client that doesn't read its response.
 MAX_CONNECTIONS = 16_384
+CPU_CACHE_SHARE = 0.5  # Share of memory for keys and values on a CPU, whose KV cache takes memory only as it fills.
 SPARE_FILES = 100  # File descriptors reserved for everything except connections.
 
 
@@ -110,13 +111,13 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int | None = None) -> Context:
-    """Creates a context for ``max_batch`` sequences. By default, the device and its memory determine the number. Prompt
-    and output get up to ``limit_tokens`` each, within the context length. Raises `UserError` if memory is too small."""
-    size = min(model.config.block_size, config.context or model.config.block_size)
-    positions = min(size, 2 * config.limit_tokens)
-    rows = config.max_batch or max(1, min(MAX_BATCH[compute.device.type], capacity(model, compute, positions)))
+    """Creates a context for ``max_batch`` sequences. By default, the device and its memory determine the number. Raises
+    `UserError` if memory is too small."""
+    size, device = min(model.config.block_size, config.context or model.config.block_size), compute.device.type
+    share = CPU_CACHE_SHARE if device == "cpu" else CACHE_SHARE
+    rows = config.max_batch or max(1, min(MAX_BATCH[device], capacity(model, compute, size, share)))
     try:
-        return Context(model, compute, rows, positions, vocab_size=vocab_size, size=size)
+        return Context(model, compute, rows, vocab_size=vocab_size, size=size)
     except UserError as error:
         raise UserError(error.message, "use a smaller --max-batch or --context") from None
 

@@ -327,6 +327,8 @@ def test_errors_do_not_end_a_session(gpt: Gpt, run_folder: Path) -> None:
     mistakes = {
         "/set temprature 1": ('there is no setting "temprature"', 'did you mean "temperature"?'),
         "/set temperature x": ("temperature is 'x'", ""),
+        "/set regex [": ("regex: ", ""),
+        "/set bias the cat=1": ('bias: "the cat" is ', "give one token"),
         "/retyr": ("there is no command /retyr", 'did you mean "/retry"?'),
         "/retry": ("there is no prompt yet", "enter one"),
         "/more": ("there is no text yet", "enter a prompt"),
@@ -374,10 +376,11 @@ def test_options_without_effect_on_a_session_are_named(words: list[str], name: s
 def test_set_reads_a_schema_as_the_option_does(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "schema.json").write_text('{"enum": [1, 2]}')
     (tmp_path / "empty.json").write_text(" ")
-    lines = (f"/set json-schema {tmp_path}/{name}" for name in ("schema.json", "none.json", "empty.json"))
+    (tmp_path / "bad.json").write_text('{"type": "no"}')
+    lines = (f"/set json-schema {tmp_path}/{name}.json" for name in ("schema", "none", "empty", "bad"))
     result = run_session(gpt, run_folder, *lines, "/set json-schema -", "the ", "/set json-schema", "the")
     option = gpt("sample", "the ", "-m", run_folder, "--seed", "1", "--json-schema", tmp_path / "schema.json")
-    assert result.out.startswith(option.out) and result.err.count("error: ") == 3
+    assert result.out.startswith(option.out) and result.err.count("error: ") == 4
     assert 'json-schema {"enum": [1, 2]}' in result.err and "json-schema off" in result.err
     for message in ("none.json: No such file", "empty.json is empty", "a conversation cannot read its schema"):
         assert message in " ".join(result.err.split())

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tracemalloc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -148,6 +149,15 @@ def test_head_scores_follow_their_definitions() -> None:
     assert single.distance[0, 0] == pytest.approx(np.mean(distances), abs=1e-5)
 
 
+def test_head_scores_copy_one_layer_at_a_time() -> None:
+    patterns = np.full((16, 2, 64, 64), 1 / 64, np.float32)
+    tracemalloc.start()
+    inspect.head_scores(patterns, np.arange(64))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < patterns.nbytes
+
+
 def test_chance_level_depends_on_the_window() -> None:
     ids = [3, 1, 4, 1, 5, 3, 1, 4, 2, 2, 2]
     patterns = np.zeros((2, 1, 11, 11), np.float32)
@@ -233,7 +243,7 @@ def test_inspection_computes_only_selected_layers_and_heads(monkeypatch: pytest.
         inspect.inspect_prompt(model, ids, bytes_tokenizer(), head=-1)
     with pytest.raises(UserError, match="no prompt"):
         inspect.inspect_prompt(model, [], bytes_tokenizer())
-    monkeypatch.setattr(inspect, "host_memory", lambda: 1000)
+    monkeypatch.setattr(inspect, "host_memory", lambda: 10_000)  # The patterns take 4,096 bytes, and work more.
     with pytest.raises(UserError, match=r"the patterns of 16 tokens take 0\.0 GB, but only 0\.0 GB") as error:
         inspect.inspect_prompt(model, ids, bytes_tokenizer())
     assert error.value.hint == "use a shorter prompt, or one --layer"
