@@ -11,7 +11,7 @@ from typing import Any
 import typer.core
 from rich.text import Text
 
-from . import render
+from . import terminal
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"
@@ -40,7 +40,7 @@ class Group(typer.core.TyperGroup):
 
 
 def _colour(page: str) -> str:
-    console = render.stdout()
+    console = terminal.stdout()
     if not console.is_terminal or console.legacy_windows:
         return page
     text = Text(page)

@@ -13,7 +13,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
 from gpt.plan_config import SHAPE, PlanConfig
 
-from . import page, render, render_params, render_plan
+from . import page, render, render_params, render_plan, views_params
 from .options import Json, option, takes
 from .page import OutPage
 
@@ -49,11 +49,14 @@ def params(
         conflict = targets[0] if targets else f"--{next(iter(overrides))}".replace("_", "-")
         raise UserError(f"--list shows all presets, but {conflict} asks for a single shape", "leave one of them out")
     if list_all and out is None:
-        render_params.presets(PRESETS, json)
+        if not json:
+            render_params.presets(PRESETS)
+        for name, preset in PRESETS.items() if json else ():
+            render.json_line(views_params.preset(name, preset.model))
         return
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
     shapes = [_count_parameters(target, {} if list_all else overrides) for target in selected]
-    costs = [render_plan.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
+    costs = [views_params.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
     if json:
         for shape, cost in zip_longest(shapes, costs):
             render.json_line({**shape.data(), **(cost.data() if cost else {})})
@@ -67,10 +70,10 @@ def params(
             render_plan.cost(cost, shape.name if len(shapes) > 1 else "")
 
 
-def _count_parameters(target: str | None, overrides: dict[str, object]) -> render_params.Shape:
+def _count_parameters(target: str | None, overrides: dict[str, object]) -> views_params.Shape:
     name, config = _resolve_shape(target, overrides)
     note = PRESETS[name].note if name in PRESETS and not overrides else ""
-    return render_params.Shape(name, config, breakdown(config), note)
+    return views_params.Shape(name, config, breakdown(config), note)
 
 
 def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[str, GPTConfig]:

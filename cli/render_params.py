@@ -1,16 +1,15 @@
 """Prints parameter counts: the GPT-3 table, a comparison of shapes, and the presets."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from gpt.config import GPTConfig, Preset
+from gpt.config import Preset
 from gpt.model.params import Breakdown
 from gpt.model.params import breakdown as count
 
 from . import render
+from .views_params import Shape
 
 BAR_WIDTH = 20  # Width of the longest bar, in columns.
 NORMS = {"layernorm": "LayerNorms, γ and β", "rmsnorm": "RMSNorms, γ"}
@@ -22,40 +21,18 @@ BIASES = {
 NAMES = "Value-Up and Value-Down are usually called W_V and W_O: the two factors of a head's value map."
 
 
-@dataclass(frozen=True)
-class Shape:
-    """A model's name, config, parameter counts and note."""
-
-    name: str
-    config: GPTConfig
-    parts: Breakdown
-    note: str = ""
-
-    def data(self) -> dict[str, Any]:
-        """Returns the object of ``gpt params --json``."""
-        sums = ("total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
-        return {
-            "name": self.name,
-            "config": asdict(self.config),
-            "rows": [asdict(row) for row in self.parts.rows],
-            **{key: getattr(self.parts, key) for key in sums},
-        }
-
-
 def breakdown(shape: Shape) -> None:
     """Prints a table of a shape's matrices with a bar for each, then the tied and the other parameters."""
-    parts, config, console = shape.parts, shape.config, render.stdout()
+    parts, config = shape.parts, shape.config
     table = render.table("Matrix", "Dimensions", ">Parameters", ">Share", "", title=shape.name, show_footer=True)
     table.columns[0].footer, table.columns[2].footer = "Total weights", f"{parts.total_weights:,}"
     table.columns[4].min_width = BAR_WIDTH
     max_parameters = max(row.parameters for row in parts.rows)
     for row in parts.rows:
         share = f"{row.parameters / parts.total_weights:.1%}"
-        bar = render.bar(row.parameters / max_parameters, BAR_WIDTH, console)
+        bar = render.bar(row.parameters / max_parameters, BAR_WIDTH)
         table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}", share, bar)
-    console.print(table)
-    sums = render.table()
-    sums.add_column(justify="right")
+    sums = render.table(">")
     fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
     tied = "tied: the unembedding is the embedding transposed"
     sums.add_row(f"−{parts.tied:,}", tied if config.tied else "not tied: the unembedding is a separate matrix")
@@ -63,11 +40,8 @@ def breakdown(shape: Shape) -> None:
         sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
     sums.add_row(f"+{parts.biases:,}", BIASES[config.biases])
     sums.add_row(f"+{parts.layer_norms:,}", NORMS[config.norm])
-    sums.add_row(Text(f"{parts.trainable:,}", "bold"), Text("trainable", "bold"))
-    console.print(sums)
-    console.print(Text(f"\n{NAMES}", "dim"))
-    if shape.note:
-        console.print(Text(f"{shape.note}.", "dim"))
+    sums.add_row(f"{parts.trainable:,}", "trainable", style="bold")
+    render.show(table, sums, Text(f"\n{NAMES}", "dim"), *([Text(f"{shape.note}.", "dim")] if shape.note else []))
 
 
 def side_by_side(shapes: Sequence[Shape]) -> None:
@@ -76,20 +50,13 @@ def side_by_side(shapes: Sequence[Shape]) -> None:
     for row in max((shape.parts.rows for shape in shapes), key=len):
         table.add_row(row.matrix, *(_share(row.matrix, shape.parts) for shape in shapes))
     table.add_section()
-    sums: dict[str, Callable[[Breakdown], str]] = {
-        "Total weights": lambda parts: f"{parts.total_weights:,}",
-        "tied": lambda parts: f"−{parts.tied:,}",
-        "positions": lambda parts: f"+{parts.positions:,}",
-        "biases": lambda parts: f"+{parts.biases:,}",
-        "norms": lambda parts: f"+{parts.layer_norms:,}",
-        "trainable": lambda parts: f"{parts.trainable:,}",
-    }
-    for name, format_sum in sums.items():
-        style = "bold" if name in ("Total weights", "trainable") else ""
-        table.add_row(name, *(format_sum(shape.parts) + 7 * " " for shape in shapes), style=style)
-    console = render.stdout()
-    console.print(table)
-    console.print(Text(NAMES, "dim"))
+    for name, sign, key in (
+        ("Total weights", "", "total_weights"), ("tied", "−", "tied"), ("positions", "+", "positions"),
+        ("biases", "+", "biases"), ("norms", "+", "layer_norms"), ("trainable", "", "trainable"),
+    ):  # fmt: skip
+        sums = (f"{sign}{getattr(shape.parts, key):,}" + 7 * " " for shape in shapes)
+        table.add_row(name, *sums, style="" if sign else "bold")
+    render.show(table, Text(NAMES, "dim"))
 
 
 def _share(matrix: str, parts: Breakdown) -> str:
@@ -97,13 +64,8 @@ def _share(matrix: str, parts: Breakdown) -> str:
     return f"{sizes[0]:,} {sizes[0] / parts.total_weights:6.1%}" if sizes else "–" + 7 * " "
 
 
-def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
+def presets(all_presets: Mapping[str, Preset]) -> None:
     """Prints every preset with its shape and size."""
-    if as_json:
-        for name, preset in all_presets.items():
-            trainable = count(preset.model).trainable
-            render.json_line({"name": name, "config": asdict(preset.model), "trainable": trainable})
-        return
     number_columns = (">layers", ">heads", ">width", ">context", ">ids", ">parameters")
     table = render.table("Preset", *number_columns, "layout", "")
     for name, preset in all_presets.items():
@@ -112,6 +74,4 @@ def presets(all_presets: Mapping[str, Preset], as_json: bool) -> None:
         sizes = (config.n_embd, config.block_size, config.vocab_size, count(config).trainable)
         remark = preset.note if preset.note.startswith("for") else ""
         table.add_row(name, f"{config.n_layer}", heads, *(f"{n:,}" for n in sizes), config.layout, Text(remark, "dim"))
-    console = render.stdout()
-    console.print(table)
-    console.print(Text("In parentheses: key/value heads, if there are fewer of them.", "dim"))
+    render.show(table, Text("In parentheses: key/value heads, if there are fewer of them.", "dim"))

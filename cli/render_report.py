@@ -11,7 +11,7 @@ from rich.text import Text
 from gpt.events import format_seconds
 from gpt.words import counted
 
-from . import render
+from . import render, terminal
 from .render_chart import Series, chart
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def reports(run_reports: "Sequence[Report]") -> None:
     """Prints runs' results, curves, settings, samples and copied spans."""
     from .views_report import comparable_runs, describe_smoothing, time_unit
 
-    console = render.stdout()
+    console = terminal.stdout()
     runs, unit = comparable_runs(run_reports, POINTS)
     console.print(_results_table(runs))
     for run_report in run_reports:

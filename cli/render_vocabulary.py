@@ -2,14 +2,13 @@
 
 import shlex
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from gpt.events import format_seconds
 
-from . import render
+from . import render, terminal
 
 if TYPE_CHECKING:
     from gpt.text.tokenizer import Tokenizer
@@ -19,67 +18,35 @@ if TYPE_CHECKING:
 def write_bytes(data: bytes) -> None:
     """Writes bytes to stdout unchanged, or as text on a terminal."""
     if sys.stdout.isatty():
-        render.write(data.decode("utf-8", "backslashreplace"))
+        terminal.write(data.decode("utf-8", "backslashreplace"))
         return
     sys.stdout.flush()
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
-def training_result(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float, as_json: bool) -> None:
+def trained_tokenizer(data: dict[str, Any]) -> None:
     """Prints the result of ``gpt tokenizer train``."""
-    if as_json:
-        render.json_line(
-            {
-                "out": str(out),
-                "vocab_size": tokenizer.vocab_size,
-                "end_of_text": tokenizer.eot,
-                "specials": dict(tokenizer.specials),
-                "fingerprint": tokenizer.fingerprint,
-                "sampled_bytes": sampled,
-                "bytes": total,
-                "seconds": round(seconds, 2),
-            }
-        )
-        return
-    sample = f"{sampled:,} bytes" if sampled == total else f"{sampled:,} of {total:,} bytes"
-    render.fact("saved", f"{out}  ({tokenizer.vocab_size:,} ids from {sample} in {format_seconds(seconds)})")
-    render.fact("more", f"gpt tokenizer show {shlex.quote(str(out))}")
+    total = data["bytes"]
+    sample = f"{total:,} bytes" if data["sampled_bytes"] == total else f"{data['sampled_bytes']:,} of {total:,} bytes"
+    seconds = format_seconds(data["seconds"])
+    render.fact("saved", f"{data['out']}  ({data['vocab_size']:,} ids from {sample} in {seconds})")
+    render.fact("more", f"gpt tokenizer show {shlex.quote(data['out'])}")
 
 
-def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None", as_json: bool) -> None:
+def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> None:
     """Prints a vocabulary, and how much of it a text uses."""
     from gpt.text import vocabulary
-    from gpt.text.vocabulary import to_printable
 
-    tokens = vocabulary.find_longest(tokenizer, longest)
-    if as_json:
-        values = {
-            "name": tokenizer.name,
-            "vocab_size": tokenizer.vocab_size,
-            "end_of_text": tokenizer.eot,
-            "specials": dict(tokenizer.specials),
-            "bos": tokenizer.bos,
-            "ends": sorted(tokenizer.ends),
-            "pattern": tokenizer.pattern,
-            "fingerprint": tokenizer.fingerprint,
-            "longest": [{"id": id, "bytes": len(token), "text": to_printable(token)} for id, token in tokens],
-        }
-        if usage is not None:
-            values |= {key: getattr(usage, key) for key in ("bytes", "tokens", "bytes_per_token", "ids_used")}
-        render.json_line(values)
-        return
-    console = render.stdout()
-    console.print(_facts_table(tokenizer, usage))
-    lengths = vocabulary.lengths(tokenizer)
-    table = render.table("Bytes per token", *(f">{column}" for column in lengths))
-    table.add_row("tokens", *(f"{count:,}" for count in lengths.values()))
-    console.print(table)
+    lengths, tokens = vocabulary.lengths(tokenizer), vocabulary.find_longest(tokenizer, longest)
+    counts = ["tokens", *(f"{count:,}" for count in lengths.values())]
+    columns = ("Bytes per token", *(f">{column}" for column in lengths))
+    render.show(_facts_table(tokenizer, usage), render.table(*columns, rows=[counts]))
     if tokens:
-        console.print(_token_table("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
+        render.show(_token_table("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
     if usage is not None:
         rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in usage.frequent]
-        console.print(_token_table("Most frequent", "times", rows))
+        render.show(_token_table("Most frequent", "times", rows))
 
 
 def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
@@ -115,7 +82,5 @@ def _role(tokenizer: "Tokenizer", id: int) -> str:
 def _token_table(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
     from gpt.text.vocabulary import to_printable
 
-    table = render.table(">id", f">{unit}", title)
-    for id, count, token in rows:
-        table.add_row(f"{id}", f"{count:,}", f'"{to_printable(token)}"')
-    return table
+    cells = ((f"{id}", f"{count:,}", f'"{to_printable(token)}"') for id, count, token in rows)
+    return render.table(">id", f">{unit}", title, rows=cells)

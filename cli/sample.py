@@ -11,7 +11,7 @@ from gpt.errors import UserError
 from gpt.sample_config import SampleConfig
 from gpt.words import counted
 
-from . import inputs, progress, render
+from . import inputs, progress, render, views_results
 from .interactive import UNUSED, converse, resolve_constraint
 from .options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
 
@@ -92,7 +92,7 @@ def sample(
         recorded_seed = seed if settings.draws else None
         for piece in pieces:
             if piece.sample is not None:
-                render.json_line(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
+                render.json_line(views_results.sample(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
     else:
         render.stream(pieces, texts, num, not no_echo)
     if not quiet:
@@ -152,7 +152,7 @@ def _write_file(
             total = len(texts) * num
             for piece in loaded.write_all(texts, settings, seed, num, results.done):
                 if piece.sample is not None:
-                    results.add(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
+                    results.add(views_results.sample(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
                     bar.reach(results.count, total)
     if not json:
         render.fact("saved", f"{out}  ({counted(results.count, 'sample')})")

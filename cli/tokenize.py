@@ -8,7 +8,7 @@ import typer
 
 from gpt.config import TokenizeConfig
 
-from . import inputs, progress, render_data
+from . import inputs, progress, render, render_data, views_results
 from .options import Json, Quiet, takes
 
 
@@ -32,4 +32,5 @@ def tokenize(
 
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
-    render_data.tokens(folder, time.perf_counter() - start_time, json, is_resumed)
+    data = views_results.tokens(folder, time.perf_counter() - start_time, is_resumed)
+    render.json_line(data) if json else render_data.tokens(folder, data)

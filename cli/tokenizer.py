@@ -10,7 +10,7 @@ from gpt.config import LearnConfig, ReadConfig
 from gpt.errors import UserError
 from gpt.files import check_new
 
-from . import inputs, page, plots, progress, render, render_vocabulary
+from . import inputs, page, plots, progress, render, render_vocabulary, terminal, views_results
 from .options import Json, Model, Quiet, TextFile, option, takes
 from .page import Out
 
@@ -50,9 +50,9 @@ def train(
     with progress.TrainDisplay(quiet) as display:
         tokenizer, sample = vocabulary.train(text, settings, special or (), display)
     tokenizer_save.save_tokenizer(tokenizer, out)
-    render_vocabulary.training_result(
-        tokenizer, out, sample.bytes_taken, sample.bytes_seen, time.perf_counter() - start_time, json
-    )
+    seconds = time.perf_counter() - start_time
+    data = views_results.trained_tokenizer(tokenizer, out, sample.bytes_taken, sample.bytes_seen, seconds)
+    render.json_line(data) if json else render_vocabulary.trained_tokenizer(data)
 
 
 @app.command("show")
@@ -80,7 +80,10 @@ def show(
 
         with progress.TrainDisplay(quiet) as display:
             usage = vocabulary.usage(loaded, text, settings, display)
-    render_vocabulary.vocabulary(loaded, longest, usage, json)
+    if json:
+        render.json_line(views_results.vocabulary(loaded, longest, usage))
+    else:
+        render_vocabulary.vocabulary(loaded, longest, usage)
 
 
 @app.command("encode")
@@ -107,22 +110,19 @@ def encode(
     page.check_out(out)
     loaded, name = _load_tokenizer(tokenizer, model)
     ids = loaded.encode(words, specials=special).tolist()
-    if show or out or json:
-        from gpt.text.vocabulary import to_printable
+    if not (show or out or json):
+        terminal.write(" ".join(map(str, ids)) + "\n")
+        return
+    from . import render_inspect
 
-        from . import render_inspect
-
-        pieces = [to_printable(loaded.decode_bytes([id])) for id in ids]
-        data = {"model": name, "tokens": ids, "pieces": pieces, "bytes": len(words.encode())}
-        page.show(
-            "tokens", f"tokens: {name}", out, json,
-            data=lambda: data,
-            page=lambda: data,
-            picture=lambda: plots.tokens(pieces),
-            terminal=lambda: render_inspect.tokens(data),
-        )  # fmt: skip
-    else:
-        render.write(" ".join(map(str, ids)) + "\n")
+    data = views_results.encoded(words, ids, loaded, name)
+    page.show(
+        "tokens", f"tokens: {name}", out, json,
+        data=lambda: data,
+        page=lambda: data,
+        picture=lambda: plots.tokens(data["pieces"]),
+        terminal=lambda: render_inspect.tokens(data),
+    )  # fmt: skip
 
 
 @app.command("decode")

@@ -11,7 +11,7 @@ from gpt.config import TrainConfig
 from gpt.parallel import environment
 from gpt.settings import to_toml
 
-from . import inputs, processes, progress, render
+from . import inputs, processes, progress, render, terminal, views_results
 from .options import Json, Quiet, config_file, option, takes
 
 
@@ -49,7 +49,7 @@ def train(
     """
     start_time = environment.read_start_time() or time.perf_counter()
     if print_config:
-        render.write(to_toml(asdict(settings)))
+        terminal.write(to_toml(asdict(settings)))
         return
     nproc = settings.nproc
     if resume is not None:
@@ -70,7 +70,4 @@ def train(
             result = run.resume(resume or None, given, text or [], display, start_time)
     if environment.rank():
         return
-    if json:
-        render.json_line(render.result_json(result))
-    else:
-        render.result(result, quiet)
+    render.json_line(views_results.result(result)) if json else render.result(result, quiet)
