@@ -209,10 +209,7 @@ def _report_error(error: BaseException, command: str) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     status, message, hint = _describe(error, command)
-    if hint:
-        render.error(message, hint)
-    else:
-        render.note(message)
+    render.error(message, hint) if hint else render.note(message)
     return status
 
 

@@ -135,7 +135,8 @@ def decode(
 
     gpt tokenizer decode 7454 2402 257 640 --tokenizer gpt2
     """
-    words = [word for argument in ids for word in (_read_stdin().split() if argument == "-" else argument.split())]
+    texts = (inputs.read_text(None, Path("-"), "ids", "-") if text == "-" else text for text in ids)
+    words = [word for text in texts for word in text.split()]
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
         raise UserError(f'"{words[numbers.index(-1)]}" is not a token id', "ids are whole numbers, separated by spaces")
@@ -156,11 +157,3 @@ def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, st
 
     path = folder.find_checkpoint(model)
     return checkpoint.load_tokenizer(path, model_config.load_config(path)), str(path)
-
-
-def _read_stdin() -> str:
-    stdin = Path("-")
-    with inputs.open_input(stdin, "ids") as stream:
-        return inputs.read_bounded(stream, stdin, inputs.MAX_TEXT_BYTES, "decode them in parts").decode(
-            "utf-8-sig", "replace"
-        )

@@ -49,12 +49,22 @@ class Cost:
 
     def data(self) -> dict[str, Any]:
         """Returns the keys that describe the cost in ``gpt params --json``."""
+        config, days, tokens = self.config, self.main_plan.days, trained_tokens(self.config, self.settings)
+        per_trained_token = flops_per_token(config, config.block_size)
+        flops = {
+            "trained_token": per_trained_token,
+            "sampled_token": flops_sampled(config, config.block_size),
+            "tokens": tokens,
+            "training": per_trained_token * tokens,
+            "training_without_scores": GPT3_FLOPS * breakdown(config).trainable * tokens,
+        }
+        throughput = None if days is None else tokens / (86_400 * days)
         return {
             "plan": self._plan(self.main_plan),
             "memory": self._memory(),
             "plans": list(map(self._plan, self.plans)),
-            "flops": self._flops(),
-            "time": self._time(),
+            "flops": flops,
+            "time": {"tokens": tokens, "mfu": self.settings.mfu, "days": days, "tokens_per_second": throughput},
         }
 
     def _plan(self, plan: TrainingPlan) -> dict[str, Any]:
@@ -89,22 +99,6 @@ class Cost:
             "snapshot": memory.snapshot,
             "sampling": sampling,
         }
-
-    def _flops(self) -> dict[str, int]:
-        config, tokens = self.config, trained_tokens(self.config, self.settings)
-        per_trained_token = flops_per_token(config, config.block_size)
-        return {
-            "trained_token": per_trained_token,
-            "sampled_token": flops_sampled(config, config.block_size),
-            "tokens": tokens,
-            "training": per_trained_token * tokens,
-            "training_without_scores": GPT3_FLOPS * breakdown(config).trainable * tokens,
-        }
-
-    def _time(self) -> dict[str, Any]:
-        days, tokens = self.main_plan.days, trained_tokens(self.config, self.settings)
-        throughput = None if days is None else tokens / (86_400 * days)
-        return {"tokens": tokens, "mfu": self.settings.mfu, "days": days, "tokens_per_second": throughput}
 
 
 def preset(name: str, config: GPTConfig) -> dict[str, Any]:
