@@ -141,9 +141,7 @@ class Interaction:
             terminal.write("\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.finish_reason = writing.sample.finish_reason
-        overflow = render.Overflow()
-        overflow.add(writing.sample)
-        render.context_notes(overflow, size)
+        render.context_notes([(writing.sample.dropped, writing.sample.slid)], size)
         if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
             render.note(f"the context of {size:,} tokens is full: /more drops the oldest messages, /clear all of them")
         elif self.finish_reason == "length":

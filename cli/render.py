@@ -4,8 +4,7 @@ import secrets
 import shlex
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from . import terminal
 
 if TYPE_CHECKING:
     from gpt.api import Measured
-    from gpt.decoding.write import Piece, Sample
+    from gpt.decoding.write import Piece
     from gpt.evaluate import Evaluation
     from gpt.exporting.run import Exported
     from gpt.training.context import Result
@@ -129,26 +128,6 @@ def draw_seed(announce: bool, model: Path | None = None) -> int:
     return seed
 
 
-@dataclass
-class Overflow:
-    """How far samples exceeded the context."""
-
-    dropped: int = 0  # Maximum number of tokens truncated from a prompt.
-    slid: bool = False  # Whether a text outgrew the context.
-
-    def add(self, sample: "Sample") -> None:
-        """Records a sample."""
-        self.dropped = max(self.dropped, sample.dropped)
-        self.slid |= sample.slid
-
-    def collect(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
-        """Yields the pieces and records their samples."""
-        for piece in pieces:
-            yield piece
-            if piece.sample is not None:
-                self.add(piece.sample)
-
-
 def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bool) -> None:
     """Prints texts as they are generated, with headings if there are several."""
     current = None
@@ -162,11 +141,12 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
         terminal.write(piece.text + ("\n" if piece.sample is not None else ""))
 
 
-def context_notes(overflow: Overflow, size: int) -> None:
-    """Prints notes about samples that exceeded the context of ``size`` tokens."""
-    if dropped := overflow.dropped:
+def context_notes(overflows: Collection[tuple[int, bool]], size: int) -> None:
+    """Prints notes about samples that exceeded the context of ``size`` tokens. ``overflows`` has the number of tokens
+    dropped from each prompt, and whether its text outgrew the context."""
+    if dropped := max((dropped for dropped, _ in overflows), default=0):
         note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
-    if overflow.slid:
+    if any(outgrew for _, outgrew in overflows):
         note(f"the text outgrew the context of {size:,} tokens: earlier tokens were dropped")
 
 

@@ -89,15 +89,22 @@ def sample(
         return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
-    overflow = render.Overflow()
-    pieces = overflow.collect(loaded.write_all(texts, settings, seed, num))
+    overflows: set[tuple[int, bool]] = set()
+    pieces = _collect_overflows(loaded.write_all(texts, settings, seed, num), overflows)
     if json:
         for values in _collect_samples(loaded, pieces, texts, seed if settings.draws else None):
             render.json_line(values)
     else:
         render.stream(pieces, texts, num, not no_echo)
     if not quiet:
-        render.context_notes(overflow, loaded.model.config.block_size)
+        render.context_notes(overflows, loaded.model.config.block_size)
+
+
+def _collect_overflows(pieces: Iterable["Piece"], overflows: set[tuple[int, bool]]) -> Iterator["Piece"]:
+    for piece in pieces:
+        yield piece
+        if piece.sample is not None:
+            overflows.add((piece.sample.dropped, piece.sample.slid))
 
 
 def _collect_samples(
