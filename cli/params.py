@@ -13,7 +13,7 @@ from gpt.errors import UserError, did_you_mean
 from gpt.model.params import breakdown
 from gpt.plan_config import SHAPE, PlanConfig
 
-from . import page, render, render_params, render_plan, views_params
+from . import page, render, render_params, views_params
 from .options import Json, option, takes
 from .page import OutPage
 
@@ -67,7 +67,7 @@ def params(
     elif not json:
         render_params.breakdown(shapes[0]) if len(shapes) == 1 else render_params.side_by_side(shapes)
         for shape, cost in zip(shapes, costs, strict=False):
-            render_plan.cost(cost, shape.name if len(shapes) > 1 else "")
+            render_params.cost(cost, shape.name if len(shapes) > 1 else "")
 
 
 def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.Shape:

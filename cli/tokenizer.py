@@ -10,7 +10,7 @@ from gpt.config import LearnConfig, ReadConfig
 from gpt.errors import UserError
 from gpt.files import check_new
 
-from . import inputs, page, plots, progress, render, render_vocabulary, terminal, views_results
+from . import inputs, page, plots, progress, render, render_data, terminal, views_results
 from .options import Json, Model, Quiet, TextFile, option, takes
 from .page import Out
 
@@ -52,7 +52,7 @@ def train(
     tokenizer_save.save_tokenizer(tokenizer, out)
     seconds = time.perf_counter() - start_time
     data = views_results.trained_tokenizer(tokenizer, out, sample.bytes_taken, sample.bytes_seen, seconds)
-    render.json_line(data) if json else render_vocabulary.trained_tokenizer(data)
+    render.json_line(data) if json else render_data.trained_tokenizer(data)
 
 
 @app.command("show")
@@ -83,7 +83,7 @@ def show(
     if json:
         render.json_line(views_results.vocabulary(loaded, longest, usage))
     else:
-        render_vocabulary.vocabulary(loaded, longest, usage)
+        render_data.vocabulary(loaded, longest, usage)
 
 
 @app.command("encode")
@@ -143,7 +143,7 @@ def decode(
     loaded, _ = _load_tokenizer(tokenizer, model)
     loaded.check(numbers)
     space = b" " if loaded.backend.adds_space else b""
-    render_vocabulary.write_bytes(loaded.decode_bytes(numbers).removeprefix(space))
+    render_data.write_bytes(loaded.decode_bytes(numbers).removeprefix(space))
 
 
 def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, str]":
