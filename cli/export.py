@@ -18,8 +18,7 @@ def export(
     model: Model = None,
     base: Base = None,
     eval: Annotated[
-        str | None,
-        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after"),
+        str | None, option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

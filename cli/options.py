@@ -47,8 +47,7 @@ Device = Annotated[str, one_of(get_args(config.Device), help="Device; auto: CUDA
 Dtype = Annotated[
     str,
     one_of(
-        get_args(sample_config.Dtype),
-        help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights",
+        get_args(sample_config.Dtype), help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights"
     ),
 ]
 Threads = Annotated[

@@ -32,8 +32,7 @@ def train(
     text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`")],
     out: Annotated[Path, option("--out", "-o", metavar="DIR", help="New folder for the tokenizer")],
     special: Annotated[
-        list[str] | None,
-        option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order"),
+        list[str] | None, option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,

@@ -22,17 +22,12 @@ def train(
     words: list[str],
     text: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Files, folders, - for stdin, or names of corpora",
-            show_default="pydocs, which ships with Python",
-        ),
+        typer.Argument(help="Files, folders, - for stdin, or names of corpora",
+                       show_default="pydocs, which ships with Python"),
     ] = None,
     resume: Annotated[
         str | None,
-        option(
-            help="Continue RUN, or the newest unfinished run, exactly where it stopped",
-            metavar="[RUN]",
-        ),
+        option(help="Continue RUN, or the newest unfinished run, exactly where it stopped", metavar="[RUN]"),
     ] = None,
     config: Annotated[Path | None, config_file(TrainConfig)] = None,
     print_config: Annotated[
