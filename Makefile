@@ -1,4 +1,4 @@
-# demo, test, test-all, test-more, test-gpu, lint, fix, bench, docs: each makes the environment it needs first.
+# demo, test, test-all, test-more, test-gpu, lint, fix, bench, docs, release: each makes the environment it needs first.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)
@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test test-all test-more test-gpu lint fix bench docs clean
+.PHONY: demo test test-all test-more test-gpu lint fix bench docs release clean
 
 # The main job on the embedded corpus, then a sample: bold enough to stay with what some minutes have taught.
 demo: $(VENV)/.made
@@ -63,6 +63,23 @@ bench: $(VENV)/.made-dev
 docs: $(VENV)/.made-docs
 	$(BIN)/python docs/reference.py
 	$(BIN)/python docs/build_site.py
+
+# dist/ with wheel, sdist and notes from CHANGELOG; each Python that is there installs the wheel and trains; then the tag.
+# Before: the new version in pyproject.toml, gpt/system/distribution.py and CHANGELOG.md, committed. After: git push --tags.
+release: $(VENV)/.made-dev
+	@test -z "$$(git status --porcelain)" || { echo "commit your changes first"; exit 1; }
+	@! grep -q '^## Unreleased' CHANGELOG.md || { echo "give the changes under Unreleased a version: CHANGELOG.md"; exit 1; }
+	rm -rf dist build/release
+	$(BIN)/python -m build --outdir dist
+	@for python in 3.11 3.12 3.13 3.14; do \
+	  command -v python$$python > /dev/null || { echo "no python$$python here: not checked"; continue; }; \
+	  echo "checking with python$$python" && python$$python -m venv --clear build/release/env && \
+	  build/release/env/bin/pip install -q -c constraints.txt dist/*.whl && \
+	  build/release/env/bin/gpt train README.md --steps 4 -o build/release/$$python --quiet && \
+	  build/release/env/bin/gpt sample "The" -n 8 -m build/release/$$python || exit 1; \
+	done
+	awk '/^## /{n++} n==1' CHANGELOG.md > dist/notes.md
+	git tag -a "v$$($(BIN)/gpt --version | cut -d' ' -f2)" -F dist/notes.md
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'

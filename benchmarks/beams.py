@@ -28,16 +28,16 @@ from transformers import (
 )
 
 from benchmarks.results import Table, measured, write_section
-from gpt.config import PRESETS, GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding import logits as filters
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import prepare
-from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.quantize import quantize_model
 from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 BEAMS = 4

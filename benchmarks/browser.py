@@ -21,11 +21,11 @@ import torch
 
 from benchmarks.results import Table, measured, write_section
 from gpt import api
-from gpt.config import find_preset
+from gpt.config.model import find_preset
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
-from gpt.text.tokenizer import train_tokenizer
-from gpt.text.tokenizer_import import gpt2_tokenizer
+from gpt.tokenizers.importing import gpt2_tokenizer
+from gpt.tokenizers.tokenizer import train_tokenizer
 
 MODELS = [
     ("nano", "float32"), ("nano", "float16"), ("micro", "float16"), ("gpt2", "int8"), ("smollm2", "int8"),

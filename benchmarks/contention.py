@@ -22,7 +22,7 @@ from benchmarks.results import SCRIPTS, Table, measured, write_section
 STEPS, NEW_TOKENS, TIMEOUT = 60, 32, 25.0  # steps to train, tokens to decode, time limit in seconds
 PROCESS_COUNTS = (0, 1, 4)
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
-SPINNING = {"GOMP_SPINCOUNT": "299999"}  # close to GNU OpenMP's default; a set value disables `gpt.waiting`
+SPINNING = {"GOMP_SPINCOUNT": "299999"}  # close to GNU OpenMP's default; a set value disables `gpt.system.waiting`
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
     "default": ({}, []),
     "threads always spin": (SPINNING, ["--threads", CORES]),

@@ -29,16 +29,16 @@ from benchmarks import steps
 from benchmarks.peers import THREADS
 from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
 from gpt import api
-from gpt.config import PRESETS, GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding.bench import measure_bandwidth
-from gpt.device import Compute
-from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
-from gpt.text.backends import ByteBPE
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_import import gpt2_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.backends import ByteBPE
+from gpt.tokenizers.importing import gpt2_tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype

@@ -17,8 +17,8 @@ from typing import Any
 
 import gpt
 from benchmarks.results import Table, measured, write_section
-from gpt import events
-from gpt.text import catalogue
+from gpt.config import events
+from gpt.documents import catalogue
 
 Pair = dict[str, str]
 

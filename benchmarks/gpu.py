@@ -115,8 +115,8 @@ def floors(tiny: bool) -> dict[str, Any]:
     """Measures the device's limits: products of random bfloat16 matrices, and memory copies."""
     import torch
 
-    from gpt.device import pick
-    from gpt.peaks import peak_flops
+    from gpt.config.device import pick
+    from gpt.system.peaks import peak_flops
 
     device = pick(training=True).device
     is_cuda = device.type == "cuda"
@@ -143,9 +143,9 @@ def checks(tiny: bool) -> dict[str, Any]:
     """Trains a small model on the device and on the CPU, and compares losses and greedy texts. Also compares a resumed
     run with an uninterrupted run."""
     import gpt
-    from gpt import events
-    from gpt.device import pick
-    from gpt.errors import UserError
+    from gpt.config import events
+    from gpt.config.device import pick
+    from gpt.system.errors import UserError
 
     device, rows, expected = pick(training=True).device.type, list[dict[str, Any]](), list[float]()
     model_settings: dict[str, Any] = {
@@ -253,12 +253,12 @@ def training(case: Case) -> dict[str, Any]:
 
 def decoding(case: Case) -> dict[str, Any]:
     """Measures decoding like `gpt bench`: random weights, greedy texts after random prompts."""
-    from gpt.bench_config import BenchConfig
-    from gpt.config import PRESETS
+    from gpt.config.bench import BenchConfig
+    from gpt.config.device import pick
+    from gpt.config.model import PRESETS
     from gpt.decoding.bench import measure
     from gpt.decoding.token_step import compile_step
     from gpt.decoding.weights import prepare
-    from gpt.device import pick
     from gpt.model.decoder import GPT
     from gpt.model.params import breakdown
 
@@ -293,8 +293,9 @@ def _ids(shape: Shape, vocab_size: int, device: Any) -> tuple[Any, Any]:
 
 def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     """Returns a training step with the settings that `gpt train` chooses, and a description."""
-    from gpt.config import TrainConfig, find_preset
-    from gpt.device import pick
+    from gpt.config.device import pick
+    from gpt.config.model import find_preset
+    from gpt.config.train import TrainConfig
     from gpt.model.decoder import GPT
     from gpt.training.optim import make_optimizer
     from gpt.training.recipe import Facts, plan
@@ -332,8 +333,8 @@ def make_transformers_step(case: Case) -> tuple[Callable[[], float], dict[str, A
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    from gpt.config import GPTConfig, find_preset
-    from gpt.device import pick
+    from gpt.config.device import pick
+    from gpt.config.model import GPTConfig, find_preset
 
     shape = SHAPES[case.shape]
     compute = pick("auto", "auto", training=True)

@@ -32,12 +32,13 @@ from torch.utils._triton import has_triton
 
 from benchmarks.results import Table, measured, write_section
 from benchmarks.traffic import Traffic, count
-from gpt.config import ARCHITECTURES, GPTConfig, find_preset
+from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, GPTConfig, find_preset
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import OPTIONS, next_tokens
 from gpt.decoding.weights import prepare, weight_bytes
-from gpt.device import Compute
 from gpt.model import quantize
 from gpt.model.cache import BLOCK
 from gpt.model.decoder import GPT, Block
@@ -45,8 +46,7 @@ from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup
 from gpt.model.plan import with_largest_micro_batch
 from gpt.model.positions import rotary_table
-from gpt.peaks import find_kind
-from gpt.sample_config import SampleConfig
+from gpt.system.peaks import find_kind
 from gpt.training.gpu_step import RECOMPUTE_OPTIONS
 from gpt.training.optim import ITERATIONS, make_optimizer
 

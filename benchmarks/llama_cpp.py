@@ -31,20 +31,21 @@ from torch import Tensor
 from benchmarks.results import ROOT, Table, measured, write_section
 from gpt import api
 from gpt.api import LanguageModel
-from gpt.config import GPTConfig
-from gpt.errors import WorkError
-from gpt.evaluate import Encoded, Window, total_loss, windows
-from gpt.export_config import ExportConfig
-from gpt.exporting import gguf, gguf_tokenizer, run
+from gpt.config.export import ExportConfig
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
+from gpt.exporting import export as run
+from gpt.exporting import gguf, gguf_tokenizer
 from gpt.exporting.source import SourceModel, open_source
+from gpt.insight.evaluate import Encoded, Window, total_loss, windows
 from gpt.model import decoder
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
-from gpt.text.backends import ByteBPE
-from gpt.text.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_import import gpt2_tokenizer
+from gpt.system.errors import WorkError
+from gpt.tokenizers.backends import ByteBPE
+from gpt.tokenizers.boundaries import CL100K_PATTERN, DIGITS_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN
+from gpt.tokenizers.importing import gpt2_tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 Float64Array = np.ndarray[Any, np.dtype[np.float64]]
 TIE = 1e-3  # nats; rounding decides between two ids that differ by less

@@ -33,10 +33,10 @@ def write_inputs(base: Path, text: Path) -> None:
     import torch
     from safetensors.torch import load_file, save_file
 
-    from gpt.config import find_preset
+    from gpt.config.model import find_preset
     from gpt.model.decoder import GPT
     from gpt.runs import checkpoint
-    from gpt.text.tokenizer import train_tokenizer
+    from gpt.tokenizers.tokenizer import train_tokenizer
 
     torch.manual_seed(0)
     letters = np.random.default_rng(0).integers(ord("a"), ord("z") + 1, (60_000, 8)).astype(np.uint8)
@@ -54,7 +54,7 @@ def write_inputs(base: Path, text: Path) -> None:
 def run_gpt(base: Path, text: Path, steps: int) -> dict[str, float]:
     """Fine-tunes with `gpt.train`; returns the median seconds of a step and the peak memory in bytes."""
     import gpt
-    from gpt import events
+    from gpt.config import events
 
     end_times: list[float] = []
 

@@ -5,10 +5,10 @@ python -m benchmarks.plan
 
 from pathlib import Path
 
-from gpt.config import PRESETS
+from gpt.config.model import PRESETS
+from gpt.config.plan import PlanConfig
 from gpt.model.params import breakdown, flops_per_token
 from gpt.model.plan import USABLE, TrainingPlan, plans
-from gpt.plan_config import PlanConfig
 
 PAGE = Path(__file__).parent / "parallel-plan.md"
 DEVICES, KIND, TOKENS, MFU = (8, 64, 256), "h100-80gb", 300e9, 0.4

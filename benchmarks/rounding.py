@@ -16,7 +16,7 @@ import numpy as np
 import gpt.api as api
 from benchmarks.results import Table, measured, write_section
 from gpt.decoding import weights
-from gpt.evaluate import Encoded, evaluate
+from gpt.insight.evaluate import Encoded, evaluate
 from gpt.model.quantize import Quantized, to_int4, to_int8
 
 MATRICES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")

@@ -28,14 +28,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, Table, measured, median_seconds, output, write_section
 from benchmarks.steps import Recorder
-from gpt.config import PRESETS, GPTConfig, Optimizer, TrainConfig, find_preset
-from gpt.device import keep_freed_memory, pick
+from gpt.config.device import keep_freed_memory, pick
+from gpt.config.model import PRESETS, GPTConfig, find_preset
+from gpt.config.train import Optimizer, TrainConfig
+from gpt.documents import catalogue
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint
-from gpt.text import catalogue
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import Facts, plan
 from gpt.training.step import Stepper

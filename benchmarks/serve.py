@@ -31,9 +31,9 @@ from typing import Any
 
 from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
 from gpt import api
-from gpt.errors import UserError
+from gpt.config.sample import SampleConfig
 from gpt.runs import folder
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import UserError
 
 CLIENTS = (1, 8, 32)
 TOKENS = 64  # tokens generated per timed request

@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.results import Table
 from gpt.api import LanguageModel
+from gpt.config.sample import SampleConfig
 from gpt.decoding.bench import measure_bandwidth
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.weights import weight_bytes
-from gpt.sample_config import SampleConfig
 
 WARM_UP_STEPS, ROUNDS, STEPS = 48, 5, 8  # Each round times STEPS steps and STEPS replays.
 GROUPS = ("products", "attention and cache", "other arithmetic", "views", "selection")

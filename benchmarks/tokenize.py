@@ -23,8 +23,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from benchmarks.results import SCRIPTS, Table, measured, write_section
-from gpt.files import cache_dir
-from gpt.text.tokenizer_import import gpt2_tokenizer
+from gpt.system.files import cache_dir
+from gpt.tokenizers.importing import gpt2_tokenizer
 
 CORPUS_BYTES = 64_000_000
 LARGE_CORPUS_BYTES = 1_000_000_000
@@ -141,7 +141,7 @@ def transformers_tokenizers(texts: Iterable[bytes]) -> float:
     """Returns the MB/s of the Tokenizers library on all cores, with all files in one batch."""
     from tokenizers import Tokenizer
 
-    from gpt.text.tokenizer_save import to_tokenizer_json
+    from gpt.tokenizers.saving import to_tokenizer_json
 
     os.environ["TOKENIZERS_PARALLELISM"] = "true"
     tokenizer = Tokenizer.from_str(json.dumps(to_tokenizer_json(gpt2_tokenizer())))

@@ -11,7 +11,7 @@ from typing import Any
 import typer.core
 from rich.text import Text
 
-from . import terminal
+from .show import terminal
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gpt.errors import UserError, check_text
-from gpt.settings import MAX_TOML_BYTES, parse_toml
+from gpt.config.settings import MAX_TOML_BYTES, parse_toml
+from gpt.system.errors import UserError, check_text
 
-from . import render
+from .show import render
 
 WAIT_SECONDS = 1.0  # Delay of the note about waiting for input.
 MAX_TEXT_BYTES = 64 * 2**20  # Maximum bytes of a text, or of a line in a prompt file.

@@ -11,13 +11,14 @@ from typing import Any
 
 import typer
 
-from gpt import waiting
-from gpt.distribution import NAME, VERSION, install, packages
-from gpt.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.parallel import environment
-from gpt.words import as_json
+from gpt.system import waiting
+from gpt.system.distribution import NAME, VERSION, install, packages
+from gpt.system.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
+from gpt.system.words import as_json
 
-from . import help_pages, names, processes, render, terminal
+from . import help_pages, names, processes
+from .show import render, terminal
 
 HELP = """Train a GPT on your own text, on the computer you have. Then look inside it.
 
@@ -34,11 +35,11 @@ def _print_help(context: typer.Context) -> None:
 
 
 _python_showwarning = warnings.showwarning
-GROUPS = ("tokenizer", "data", "inspect")
+GROUPS = ("tokenizer", "data", "inspect", "runs")
 COMMANDS = {  # Each command's heading on the help page, in order.
     name: heading
     for heading, names_below in {
-        "Train": ("train",),
+        "Train": ("train", "runs"),
         "Generate": ("sample", "chat", "serve"),
         "Understand": ("eval", "inspect", "report", "params", "bench"),
         "Prepare": ("data", "tokenizer", "tokenize"),
@@ -83,26 +84,27 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
         settings: dict[str, Any] = {"name": name, "rich_help_panel": COMMANDS[name]}
         if name not in GROUPS:
             module = "evaluate" if name == "eval" else name
-            command = getattr(import_module(f"gpt_cli.{module}"), module)
+            command = getattr(import_module(f"gpt_cli.commands.{module}"), module)
             app.command(cls=help_pages.Command, **settings)(command)
         else:
             group = _load_group(name)
             for info in group.registered_commands:
                 info.cls = help_pages.Command
-            group.callback(invoke_without_command=True)(_print_help)
+            if group.registered_callback is None:
+                group.callback(invoke_without_command=True)(_print_help)
             app.add_typer(group, cls=help_pages.Group, **settings)
     return app
 
 
 def _load_group(name: str) -> typer.Typer:
-    group: typer.Typer = import_module(f"gpt_cli.{name}").app
+    group: typer.Typer = import_module(f"gpt_cli.commands.{name}").app
     return group
 
 
 def _collect_versions() -> dict[str, Any]:
     """Returns versions for a bug report. If torch cannot be imported, reports the error as the device."""
     try:
-        from gpt.device import pick
+        from gpt.config.device import pick
 
         device = pick().describe()
     except Exception as error:

@@ -13,7 +13,7 @@ COMMANDS = {  # Hints for other programs' commands.
         "resume continue": "gpt train --resume resumes the newest unfinished run",
         "pull download fetch": "models are downloaded on first use: gpt chat -m hf:OWNER/NAME; gpt data fetch NAME "
         "downloads a corpus",
-        "list ls models ps": "gpt data list lists corpora, gpt params --list model sizes; your runs are in runs/",
+        "list ls models ps": "gpt runs lists your runs, gpt data list corpora, gpt params --list model sizes",
         "convert quantize push save merge": "gpt export -m MODEL -o FILE.gguf, or -o FOLDER; --dtype quantizes",
         "server api web ui": "gpt serve serves a model over HTTP, with a web page",
         "encode decode detokenize": "gpt tokenizer encode TEXT, or gpt tokenizer decode IDS; -m names the model",

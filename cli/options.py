@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
-from gpt import config, sample_config
-from gpt.errors import UserError, did_you_mean
-from gpt.settings import field_types, from_dict, without_none
+from gpt.config import sample as sample_config
+from gpt.config import train as config
+from gpt.config.settings import PANELS, field_types, from_dict, without_none
+from gpt.system.errors import UserError, did_you_mean
 
 from . import help_pages, inputs
 
@@ -47,7 +48,8 @@ Device = Annotated[str, one_of(get_args(config.Device), help="Device; auto: CUDA
 Dtype = Annotated[
     str,
     one_of(
-        get_args(sample_config.Dtype), help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights"
+        get_args(sample_config.Dtype),
+        help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights",
     ),
 ]
 Threads = Annotated[
@@ -57,6 +59,10 @@ Threads = Annotated[
         show_default="one per core, fewer to decode with a small model",
     ),
 ]  # fmt: skip
+OutPage = Annotated[Path | None, option("--out", "-o", help="Write a self-contained page to FILE.html")]
+Out = Annotated[
+    Path | None, option("--out", "-o", help="Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")
+]
 
 
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -91,7 +97,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             for p in inspect.signature(command, eval_str=True).parameters.values()
             if p.name not in ("settings", "given", "words")
         ]
-        ordered_fields = sorted(fields, key=lambda field: config.PANELS.index(field.metadata["panel"]))
+        ordered_fields = sorted(fields, key=lambda field: PANELS.index(field.metadata["panel"]))
         field_parameters = [_make_parameter(config_class, field) for field in ordered_fields]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
         # Put the config's options first on the help page.

@@ -9,10 +9,10 @@ import sys
 import time
 from collections.abc import Sequence
 
-from gpt.errors import Interrupted, PeerLost, UserError, WorkError
 from gpt.parallel import environment
+from gpt.system.errors import Interrupted, PeerLost, UserError, WorkError
 
-from . import render
+from .show import render
 
 RANK_0_GRACE_SECONDS = 3.0  # How long other ranks wait for rank 0 to report an error.
 

@@ -12,12 +12,12 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from gpt_cli import progress, render, terminal
+from gpt_cli.show import progress, render, terminal
 from rich.console import Console
 from rich.text import Text
 
-from gpt import events
-from gpt.config import TrainConfig
+from gpt.config import events
+from gpt.config.train import TrainConfig
 from gpt.training import run
 
 PICTURE = Path(__file__).parent / "pictures" / "run.svg"

@@ -13,7 +13,7 @@ import typer
 from gpt_cli import help_pages
 from gpt_cli.main import make_app
 
-from gpt.config import TrainConfig
+from gpt.config.train import TrainConfig
 
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """\
@@ -49,15 +49,15 @@ def page() -> str:
 
 
 def commands(group: Any, context: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yields the name, command and context of each visible command, without groups."""
+    """Yields the name, command and context of each visible command, without groups that only contain others."""
     for name, command in group.commands.items():
         if command.hidden:
             continue
         command_context = command.make_context(name, [], parent=context, resilient_parsing=True)
+        if not hasattr(command, "commands") or help_pages.panels(command, command_context):
+            yield command_context.command_path, command, command_context
         if hasattr(command, "commands"):
             yield from commands(command, command_context)
-        else:
-            yield command_context.command_path, command, command_context
 
 
 def _section(name: str, command: Any, context: Any) -> str:

@@ -6,15 +6,16 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from gpt.distribution import VERSION
+from gpt.system.distribution import VERSION
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel, export, load, resume, train
-    from gpt.config import GPTConfig, TrainConfig
-    from gpt.errors import Interrupted, UserError, WorkError
+    from gpt.config.model import GPTConfig
+    from gpt.config.sample import SampleConfig
+    from gpt.config.train import TrainConfig
     from gpt.model.decoder import GPT
-    from gpt.sample_config import SampleConfig
-    from gpt.text.tokenizer import Tokenizer
+    from gpt.system.errors import Interrupted, UserError, WorkError
+    from gpt.tokenizers.tokenizer import Tokenizer
 
 __version__ = VERSION
 __all__ = [
@@ -22,8 +23,9 @@ __all__ = [
     "WorkError", "export", "load", "resume", "train",
 ]  # fmt: skip
 _MODULES = {
-    "GPT": "model.decoder", "GPTConfig": "config", "Interrupted": "errors", "SampleConfig": "sample_config",
-    "Tokenizer": "text.tokenizer", "TrainConfig": "config", "UserError": "errors", "WorkError": "errors",
+    "GPT": "model.decoder", "GPTConfig": "config.train", "Interrupted": "system.errors",
+    "SampleConfig": "config.sample", "Tokenizer": "tokenizers.tokenizer", "TrainConfig": "config.train",
+    "UserError": "system.errors", "WorkError": "system.errors",
 }  # fmt: skip
 
 

@@ -12,37 +12,39 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
-from gpt import device as devices
-from gpt import events
-from gpt.bench_config import BenchConfig
-from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
+from gpt.config import device as devices
+from gpt.config import events
+from gpt.config.bench import BenchConfig
+from gpt.config.device import Compute
+from gpt.config.export import ExportConfig
+from gpt.config.model import PRESETS
+from gpt.config.sample import Dtype, SampleConfig
+from gpt.config.settings import from_dict
+from gpt.config.text import ReadConfig, TextConfig
+from gpt.config.train import TrainConfig
+from gpt.corpus.shards import SIDES, Side
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
-from gpt.device import Compute
-from gpt.errors import Interrupted, UserError, did_you_mean
-from gpt.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
-from gpt.export_config import ExportConfig
-from gpt.interrupt import StopSignal
+from gpt.insight.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import quantize_model
 from gpt.runs import checkpoint, folder, model_config, quantized
 from gpt.runs.sampling import SamplingDefaults, read_defaults
-from gpt.sample_config import Dtype, SampleConfig
-from gpt.settings import from_dict
-from gpt.text.shards import SIDES, Side
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.errors import Interrupted, UserError, did_you_mean
+from gpt.system.interrupt import StopSignal
+from gpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
+    from gpt.corpus.corpus import Listener
+    from gpt.corpus.token_folder import TokenFolder
     from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.card import Comparison
-    from gpt.exporting.run import Exported
+    from gpt.exporting.export import Exported
     from gpt.exporting.source import SourceModel
-    from gpt.text.corpus import Listener
-    from gpt.text.token_folder import TokenFolder
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
 
@@ -153,7 +155,7 @@ class LanguageModel:
         with _open_documents(texts, self.tokenizer, config, side, listen, self.note) as (tokens, documents):
             result = evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
             if compare:
-                from gpt.runs.report import find_yardsticks
+                from gpt.insight.report import find_yardsticks
 
                 side = side if tokens.path in map(Path, texts) else "train"  # Untokenized texts are one side.
                 tokens_per_byte = result.tokens / max(1, result.bytes)
@@ -173,9 +175,9 @@ def _open_documents(
 ) -> Iterator[tuple["TokenFolder", Documents]]:
     """Yields a token folder and its documents. ``texts`` are either token folders (then only one ``side`` is used) or
     texts to tokenize."""
-    from gpt.text.corpus import open_corpus
-    from gpt.text.token_folder import TokenFolder, find_token_folders
-    from gpt.text.tokenize import tokenize
+    from gpt.corpus.corpus import open_corpus
+    from gpt.corpus.token_folder import TokenFolder, find_token_folders
+    from gpt.corpus.tokenize import tokenize
 
     if paths := find_token_folders(texts):
         for field in fields(ReadConfig):
@@ -341,7 +343,7 @@ def export(
     ``dtype``, ``license``, ``samples``, ``title`` … ``eval`` names a text as in `train`; its loss is measured with the
     original and the exported weights. Calls ``listen`` with progress events. Raises `UserError`, `WorkError`, and
     `Interrupted` after a signal."""
-    from gpt.exporting import run as exports
+    from gpt.exporting import export as exports
     from gpt.exporting.source import open_source
 
     start_time = time.monotonic()

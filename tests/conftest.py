@@ -88,7 +88,7 @@ def library_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def no_compiled_programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, library_folder: Path) -> None:
     """Keeps tests from writing to the user's folder of compiled programs. Only `test_cpu_step` compiles training."""
-    from gpt import programs
+    from gpt.system import programs
 
     def raise_none(*_: object) -> None:
         raise OSError("none in tests")
@@ -173,7 +173,7 @@ def resolved(
     **settings: Any,
 ) -> "recipe.Recipe":  # fmt: skip
     """Returns the recipe of a CPU run on a text of ``n_bytes`` and ``n_tokens``."""
-    from gpt.config import TrainConfig
+    from gpt.config.train import TrainConfig
     from gpt.training import recipe
 
     known = facts(bytes=n_bytes, tokens=n_tokens, vocab_size=vocab_size, dtype=dtype)
@@ -189,7 +189,7 @@ def facts(**known: Any) -> "recipe.Facts":
 
 
 def losses(event_log: list[Any]) -> list[float]:
-    from gpt.events import StepEvent
+    from gpt.config.events import StepEvent
 
     return [event.loss for event in event_log if isinstance(event, StepEvent)]
 
@@ -258,7 +258,7 @@ def no_syncs() -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def no_thread_watcher() -> None:
     """Disables the watcher of waiting threads, since tests patch its clock and count threads."""
-    from gpt import waiting
+    from gpt.system import waiting
 
     waiting._watching.acquire(blocking=False)
 
@@ -288,8 +288,8 @@ def second_text(workdir: Path) -> Path:
 def two_runs(run_folder: Path, workdir: Path) -> list[Path]:
     """Returns two copies of the run. The second has another learning rate and half the steps, and its last sample copies
     training text."""
-    from gpt import events
-    from gpt.text.token_folder import TokenFolder
+    from gpt.config import events
+    from gpt.corpus.token_folder import TokenFolder
 
     shutil.copytree(run_folder, "one")
     shutil.copytree(run_folder, "two")

@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gpt.config import ARCHITECTURES, Arch, GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, Arch, GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
-from gpt.device import Compute
 from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

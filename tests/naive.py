@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT
 
 

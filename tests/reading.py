@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from gpt.config import ReadConfig
-from gpt.errors import UserError, WorkError
-from gpt.text import documents as reading
-from gpt.text.documents import Reader
-from gpt.text.unpack import Source
+from gpt.config.text import ReadConfig
+from gpt.documents import documents as reading
+from gpt.documents.documents import Reader
+from gpt.documents.unpack import Source
+from gpt.system.errors import UserError, WorkError
 
 
 def source(name: str, data: bytes) -> Source:

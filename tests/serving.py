@@ -14,16 +14,16 @@ import httpx
 
 from gpt import api
 from gpt.api import LanguageModel
+from gpt.config.sample import SampleConfig
+from gpt.config.serve import ServeConfig
 from gpt.decoding.context import Context
-from gpt.runs.passages import TrainingText
-from gpt.runs.report import find_training_tokens
-from gpt.sample_config import SampleConfig
+from gpt.insight.passages import TrainingText
+from gpt.insight.report import find_training_tokens
 from gpt.serve import server as servers
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.worker import Worker
-from gpt.serve_config import ServeConfig
 
 
 def load(path: Path) -> LanguageModel:

@@ -20,13 +20,14 @@ from ranks import steady_clock
 from serving import served
 
 import gpt as library
-from gpt import api, events
+from gpt import api
 from gpt.api import LanguageModel
-from gpt.config import RopeScaling
-from gpt.errors import Interrupted
-from gpt.sample_config import SampleConfig
-from gpt.text import chat
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.chat import chat
+from gpt.config import events
+from gpt.config.model import RopeScaling
+from gpt.config.sample import SampleConfig
+from gpt.system.errors import Interrupted
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 Bases = Callable[..., Path]
 SHORT: dict[str, Any] = {

@@ -60,13 +60,15 @@ def test_no_import_cycle_even_inside_functions() -> None:
 
 
 def test_pyproject_lists_every_package() -> None:
-    tree = {str(path.parent.relative_to(ROOT)).replace(os.sep, ".") for path in (ROOT / "gpt").rglob("__init__.py")}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == tree | {"gpt_cli", "gpt_data"}
+    tree = {path.parent.relative_to(ROOT) for top in ("gpt", "cli") for path in (ROOT / top).rglob("__init__.py")}
+    packages = {re.sub(r"^cli\b", "gpt_cli", ".".join(path.parts)) for path in tree}
+    assert set(PROJECT["tool"]["setuptools"]["packages"]) == packages | {"gpt_data"}
 
 
-def test_init_files_are_empty() -> None:
-    for path in (ROOT / "gpt").glob("*/__init__.py"):
-        assert path.read_text(encoding="utf-8") == ""
+def test_every_room_says_what_it_is_for() -> None:
+    for path in [*(ROOT / "gpt").glob("*/__init__.py"), *(ROOT / "cli").glob("*/__init__.py")]:
+        (docstring,) = ast.parse(path.read_text(encoding="utf-8")).body
+        assert isinstance(docstring, ast.Expr) and isinstance(docstring.value, ast.Constant), path
 
 
 def test_house_page_lists_every_module() -> None:
@@ -127,7 +129,7 @@ def test_wheel_contains_only_our_packages(wheel: Path) -> None:
         "gpt/py.typed",
         *(f"gpt/decoding/{p.name}" for p in (ROOT / "gpt" / "decoding").glob("*.[ch]")),
         *(f"gpt/playground/{p.name}" for p in (ROOT / "gpt" / "playground").iterdir() if p.is_file()),
-        *(f"gpt_cli/{p.name}" for p in (ROOT / "cli").glob("*.py")),
+        *(f"gpt_{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "cli").rglob("*.py")),
         *(f"gpt_cli/pages/{p.name}" for p in (ROOT / "cli" / "pages").iterdir()),
         *(f"gpt_data/{p.name}" for p in (ROOT / "data").iterdir() if p.suffix in (".py", ".toml")),
     }

@@ -14,10 +14,10 @@ from torch import Tensor
 
 import gpt as library
 from gpt.decoding.context import Context
-from gpt.errors import NotANumber
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
-from gpt.words import as_json
+from gpt.system.errors import NotANumber
+from gpt.system.words import as_json
 
 DAMAGE: dict[str, Callable[[GPT], Tensor]] = {
     "one NaN": lambda model: model.wte.weight[5].fill_(math.nan),
@@ -94,7 +94,7 @@ def test_eval_and_inspect_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_pa
 
 
 def test_inspecting_non_finite_embeddings_is_an_error(gpt: Gpt, run_folder: Path) -> None:
-    from gpt import inspect
+    from gpt.insight import inspect
 
     base_model = library.load(run_folder)
     model = copy.deepcopy(base_model.model)

@@ -13,7 +13,7 @@ import torch
 import yaml
 from conftest import ROOT, Gpt, one_line_of_what_and_what_next
 
-from gpt import distribution
+from gpt.system import distribution
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
@@ -79,7 +79,7 @@ def test_install_hints_target_the_running_environment(monkeypatch: pytest.Monkey
         monkeypatch.setattr(sys, "executable", "/a b/python")
         monkeypatch.setattr("shutil.which", lambda name, path=pip: path and str(path))
         assert distribution.install_extra("serve") == hint
-    monkeypatch.setattr("gpt.distribution.find_spec", lambda name: None)  # uv creates environments without pip.
+    monkeypatch.setattr("gpt.system.distribution.find_spec", lambda name: None)  # uv creates environments without pip.
     monkeypatch.setattr(sys, "prefix", "/env")
     assert distribution.install_extra("serve") == f"uv pip install --python /env {requirement}"
 
@@ -93,7 +93,7 @@ def test_version_json_includes_versions_and_device(gpt: Gpt, monkeypatch: pytest
     def broken() -> None:
         raise OSError("libtorch.so: not found")
 
-    monkeypatch.setattr("gpt.device.pick", broken)
+    monkeypatch.setattr("gpt.config.device.pick", broken)
     monkeypatch.setattr(distribution, "NAME", "a distribution that is not installed")
     report = json.loads(gpt("--json", "--version").out)
     assert (report["device"], report["packages"]) == ("OSError: libtorch.so: not found", {})

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from gpt.config.device import Download, upload
+from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.logits import EXCLUDED, Token, nan_error, score_tokens, to_tokens
-from gpt.device import Download, upload
-from gpt.sample_config import SampleConfig
 
 StopCheck = Callable[[Sequence[int]], bool]  # Returns whether the text of the ids ends with a stop string.
 

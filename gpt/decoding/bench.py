@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-from gpt.bench_config import BenchConfig
+from gpt.config.bench import BenchConfig
+from gpt.config.device import Compute
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.token_step import Step
 from gpt.decoding.weights import weight_bytes
-from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import count_attended
-from gpt.sample_config import SampleConfig
 
 _PROBE_BYTES = 2**29  # Buffer for measuring memory bandwidth, far larger than any cache.
 _WARMUP_STEPS = 3

@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from gpt.config.device import upload
+from gpt.config.sample import SampleConfig
 from gpt.decoding.logits import EXCLUDED
-from gpt.device import upload
-from gpt.distribution import install_extra
-from gpt.errors import UserError, check_text
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.distribution import install_extra
+from gpt.system.errors import UserError, check_text
+from gpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # An optional dependency, imported lazily.
     from llguidance import LLMatcher, LLTokenizer

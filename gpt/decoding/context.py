@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpt.config.device import Compute, upload
 from gpt.decoding.logits import Filters, as_int64
 from gpt.decoding.native import TILE, Decoder, is_packed
 from gpt.decoding.token_step import Step, compile_step
 from gpt.decoding.weights import resident_bytes
-from gpt.device import Compute, upload
-from gpt.errors import UserError
 from gpt.model.cache import KVCache, Placement
 from gpt.model.decoder import GPT, ROPE_TABLE
 from gpt.model.params import WINDOW_SLACK, cache_bytes
 from gpt.model.quantize import QuantizedEmbedding
+from gpt.system.errors import UserError
 
 CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
 MAX_IDLE_CONTEXTS = 4  # Maximum number of idle contexts.

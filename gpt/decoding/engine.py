@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpt.config.device import Download, upload
+from gpt.config.sample import SampleConfig
 from gpt.decoding import sampler
 from gpt.decoding.beam import Search
 from gpt.decoding.context import Context, Slot, select
@@ -16,9 +18,7 @@ from gpt.decoding.logits import Filters, Token, step_key
 from gpt.decoding.sampler import Draw
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import Request, RequestState, Update
-from gpt.device import Download, upload
-from gpt.errors import UserError
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import UserError
 
 __all__ = ["Engine", "Request", "Update", "generate"]
 CHUNK = 2048  # Maximum prompt ids per step, to limit activation memory.

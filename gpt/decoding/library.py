@@ -1,6 +1,6 @@
 """The C decoder as a library: compiles decoder.c on first use, and describes its structures to ctypes.
 
-`gpt.programs` caches the library between commands.
+`gpt.system.programs` caches the library between commands.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from gpt import programs
+from gpt.system import programs
 
 SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "products.h")]
 # Without -ffp-contract=off, the compiler could round the same sum differently in two kernels.

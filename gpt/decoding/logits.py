@@ -14,9 +14,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpt.device import upload
-from gpt.errors import NotANumber
-from gpt.sample_config import SampleConfig
+from gpt.config.device import upload
+from gpt.config.sample import SampleConfig
+from gpt.system.errors import NotANumber
 
 EXCLUDED = float("-inf")
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)

@@ -17,14 +17,14 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.decoding import library
 from gpt.decoding.library import Note
-from gpt.errors import first_line
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import GROUP, WINDOW_SLACK
 from gpt.model.quantize import Quantized, QuantizedLinear, multiply, quantize_model, to_tensor
+from gpt.system.errors import first_line
 
 # Bytes of a group of 32 inputs, in the order of the kinds in products.h.
 BYTES = {"float32": 128, "bfloat16": 64, "int8": 32, "int4": 16}

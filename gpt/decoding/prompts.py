@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError, did_you_mean
-from gpt.words import as_json
+from gpt.system.errors import UserError, did_you_mean
+from gpt.system.words import as_json
 
 KEY = "prompt"
 SAMPLE_START = b'{"prompt_index": '

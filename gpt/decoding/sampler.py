@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gpt.config.device import Download, upload
 from gpt.decoding.constraint import apply_constraints
 from gpt.decoding.context import Context
 from gpt.decoding.logits import as_int64, nan_error, score_tokens, step_key, to_tokens
 from gpt.decoding.sequence import RequestState
-from gpt.device import Download, upload
-from gpt.errors import UserError
+from gpt.system.errors import UserError
 
 POSITIONS_AT_ONCE = 64  # Maximum number of prompt positions whose logits are computed together.
 Place = tuple[RequestState, int]  # A request, and how many of its guesses precede the new token.

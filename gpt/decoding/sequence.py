@@ -4,13 +4,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from gpt.config.sample import SampleConfig
 from gpt.decoding.beam import Hypothesis, Search, StopCheck
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import Slot
 from gpt.decoding.logits import Filters, Token, sample_key
 from gpt.decoding.lookup import Lookup
-from gpt.errors import UserError
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import codecs
 from collections.abc import Sequence
 
-from gpt.text.tokenizer import Tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer
 
 
 class TextStream:

@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gpt.config.device import Compute
 from gpt.decoding.logits import Filters, score_tokens
 from gpt.decoding.native import is_packed
 from gpt.decoding.weights import Int4Linear
-from gpt.device import Compute
-from gpt.errors import first_line, is_out_of_memory
 from gpt.model.cache import EveryRow, KVCache
 from gpt.model.decoder import GPT
+from gpt.system.errors import first_line, is_out_of_memory
 
 # On a GPU, steps run as CUDA graphs. Coordinate descent tunes tile sizes, without which single-row products are slow.
 # The memory threshold fuses kernels that share only the positions. Without split reductions, one kernel computes both

@@ -11,10 +11,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.config.device import Compute
 from gpt.decoding import native
 from gpt.decoding.library import Note
 from gpt.decoding.native import PackedLinear
-from gpt.device import Compute
 from gpt.model.decoder import GPT, Attention
 from gpt.model.params import count_matmul_parameters
 from gpt.model.quantize import GROUP, Quantized, QuantizedLinear, scale_groups

@@ -4,14 +4,14 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import ContextPool, capacity
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.logits import Token
 from gpt.decoding.stream import TextStream
-from gpt.errors import UserError
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
 # Minimum number of steps for which a GPU's steps are compiled. Compiling takes about half a minute, and a compiled step

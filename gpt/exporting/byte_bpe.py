@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from gpt.errors import UserError
-from gpt.text.backends import ByteBPE, LibraryTokenizer
-from gpt.text.tokenizer import END_OF_TEXT, Tokenizer
-from gpt.text.tokenizer_import import byte_ranks, listed_merges
-from gpt.text.tokenizer_save import format_merges, merging_pairs
+from gpt.system.errors import UserError
+from gpt.tokenizers.backends import ByteBPE, LibraryTokenizer
+from gpt.tokenizers.importing import byte_ranks, listed_merges
+from gpt.tokenizers.saving import format_merges, merging_pairs
+from gpt.tokenizers.tokenizer import END_OF_TEXT, Tokenizer
 
 
 @dataclass(frozen=True)

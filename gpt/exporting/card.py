@@ -5,12 +5,12 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from gpt.evaluate import Evaluation
 from gpt.exporting.provenance import HUB_NAME, Provenance, Text
 from gpt.exporting.source import SourceModel
+from gpt.insight.evaluate import Evaluation
 from gpt.model.params import breakdown
 from gpt.runs import hf, quantized
-from gpt.words import counted
+from gpt.system.words import counted
 
 Quote = Callable[[str], str]  # Formats a name.
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16, **quantized.BITS}

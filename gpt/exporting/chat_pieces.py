@@ -13,10 +13,10 @@ from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
-from gpt.errors import UserError
-from gpt.text import chat
-from gpt.text.chat import Message
-from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer
+from gpt.chat import chat
+from gpt.chat.chat import Message
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer
 
 _SYSTEM = "The zeroth content."
 _TURNS = ["The first content.", "The second content.", "The third content."]

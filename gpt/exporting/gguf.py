@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
-from gpt.errors import UserError
+from gpt.config.model import GPTConfig
 from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel
-from gpt.files import write_pieces
 from gpt.model.params import Parameter, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_tensor
@@ -27,6 +25,8 @@ from gpt.runs.checkpoint import Parameters
 from gpt.runs.gguf_model import FileTensor, file_tensors, import_gguf
 from gpt.runs.model_config import ARCHES, ROPE_FREQS
 from gpt.runs.sampling import NAMES
+from gpt.system.errors import UserError
+from gpt.system.files import write_pieces
 
 MAX_LAYERS = 512  # Limit of llama.cpp.
 _FILE_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0", "q4_0": "MOSTLY_Q4_0"}

@@ -10,10 +10,11 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gpt.errors import UserError
+from gpt.chat.chat import special_words
 from gpt.exporting.byte_bpe import BPE, added_words, require_bpe
-from gpt.text.backends import to_gpt2_spelling
-from gpt.text.boundaries import (
+from gpt.system.errors import UserError
+from gpt.tokenizers.backends import to_gpt2_spelling
+from gpt.tokenizers.boundaries import (
     CL100K_PATTERN,
     DIGITS_PATTERN,
     GPT2_PATTERN,
@@ -22,10 +23,9 @@ from gpt.text.boundaries import (
     OLD_GPT2_PATTERN,
     remove_possessive,
 )
-from gpt.text.chat import special_words
-from gpt.text.gguf_vocabulary import END_KEYS, end_ids
-from gpt.text.tokenizer import Tokenizer
-from gpt.text.tokenizer_save import format_merges, merging_pairs
+from gpt.tokenizers.gguf_vocabulary import END_KEYS, end_ids
+from gpt.tokenizers.saving import format_merges, merging_pairs
+from gpt.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter, TokenType

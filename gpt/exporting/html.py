@@ -18,27 +18,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
-from gpt.device import DTYPES
-from gpt.errors import NotANumber, UserError
-from gpt.export_config import ExportConfig, PageDtype
+from gpt.config.device import DTYPES
+from gpt.config.export import ExportConfig, PageDtype
+from gpt.config.model import GPTConfig
+from gpt.corpus.shards import id_type
+from gpt.corpus.token_folder import TokenFolder
 from gpt.exporting import page_tokenizer
 from gpt.exporting.card import summary
 from gpt.exporting.chat_pieces import find_pieces
-from gpt.exporting.folder import round_values
 from gpt.exporting.openings import find_openings
 from gpt.exporting.page_tokenizer import HINT
 from gpt.exporting.source import SourceModel
-from gpt.files import write_pieces
+from gpt.exporting.transformers_folder import round_values
+from gpt.insight.copying import IDS_PER_PASS, MAX_IDS
 from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import LEVELS, Quantized, to_tensor
 from gpt.playground.page import MODEL, assemble
-from gpt.runs.copying import IDS_PER_PASS, MAX_IDS
-from gpt.text.shards import id_type
-from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenizer import Tokenizer
-from gpt.words import counted
+from gpt.system.errors import NotANumber, UserError
+from gpt.system.files import write_pieces
+from gpt.system.words import counted
+from gpt.tokenizers.tokenizer import Tokenizer
 
 FORMAT = 1
 # Maximum bytes of weights in the page's memory. WebAssembly addresses 4 GB, and phones have less.

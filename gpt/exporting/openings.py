@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
-from gpt.errors import UserError
-from gpt.runs.report import find_training_tokens
-from gpt.text.shards import TokenStream
-from gpt.text.tokenizer import Tokenizer
+from gpt.corpus.shards import TokenStream
+from gpt.insight.report import find_training_tokens
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 60
 _WORDS = 5

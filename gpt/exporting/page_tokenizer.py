@@ -7,11 +7,11 @@ Unicode.
 import re
 from typing import Any
 
-from gpt.errors import UserError
 from gpt.exporting.byte_bpe import BPE, added_words, require_bpe
-from gpt.text.backends import to_gpt2_spelling
-from gpt.text.boundaries import has_rules, remove_possessive
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.backends import to_gpt2_spelling
+from gpt.tokenizers.boundaries import has_rules, remove_possessive
+from gpt.tokenizers.tokenizer import Tokenizer
 
 HINT = "export a folder or a .gguf file instead"
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError
-from gpt.files import read_json, read_regular
-from gpt.gguf_header import header, is_gguf
+from gpt.config.settings import MAX_FLOAT32, Count, checked
+from gpt.documents import catalogue
 from gpt.runs import folder, hub, model_config
 from gpt.runs.record import RunRecord, Table
-from gpt.settings import MAX_FLOAT32, Count, checked
-from gpt.text import catalogue
+from gpt.system.errors import UserError
+from gpt.system.files import read_json, read_regular
+from gpt.system.gguf_header import header, is_gguf
 
 KEY = "provenance"  # Key in gpt.json.
 CARD = "README.md"

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting.provenance import Provenance, read_provenance
-from gpt.files import read_json
 from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters
 from gpt.runs.sampling import NO_DEFAULTS, SamplingDefaults, read_defaults
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.files import read_json
+from gpt.tokenizers.tokenizer import Tokenizer
 
 _META_KEYS = ("step", "tokens_seen", "val_loss")  # Keys of gpt.json.
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
-from gpt.device import upload
+from gpt.config.device import upload
+from gpt.config.model import GPTConfig
 from gpt.model import kernels
 from gpt.model.params import WINDOW_SLACK, cache_columns
 

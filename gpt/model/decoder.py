@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model import kernels
 from gpt.model.cache import Placement, Places, Positions
 from gpt.model.positions import Rope, rotary_table, rotate, sine_table

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt.config import LORA_GROUPS, LORA_ROLES, GPTConfig
-from gpt.errors import UserError
+from gpt.config.model import GPTConfig
+from gpt.config.train import LORA_GROUPS, LORA_ROLES
 from gpt.model.decoder import GPT
 from gpt.model.params import Parameter, Shape, named_parameters, parameters
+from gpt.system.errors import UserError
 
 # Role of each row of the GPT-3 table (`Parameter.matrices`).
 _ROLES = {

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from gpt.config import GPTConfig, Mlp
+from gpt.config.model import GPTConfig, Mlp
 from gpt.model.params import Kind, Shape, counts, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from gpt.config import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig
 
 Shape = tuple[int, ...]
 Kind = Literal["embedding", "positions", "linear", "bias", "norm", "unembedding"]

@@ -3,12 +3,12 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from gpt.config import GPTConfig
-from gpt.errors import UserError
+from gpt.config.model import GPTConfig
+from gpt.config.plan import PlanConfig
 from gpt.model.memory import Setup, StepMemory, accumulates_whole, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
-from gpt.peaks import Kind, find_kind
-from gpt.plan_config import PlanConfig
+from gpt.system.errors import UserError
+from gpt.system.peaks import Kind, find_kind
 
 DAY = 86_400
 TOKENS = 20  # tokens per parameter (Hoffmann et al. 2022, arXiv 2203.15556)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig, RopeScaling
+from gpt.config.model import GPTConfig, RopeScaling
 
 Rope = tuple[Tensor, Tensor]  # cosines and sines of the rotation angles, (T, 1, D) or (B, T, 1, D)
 

@@ -11,9 +11,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import GROUP as GROUP
+from gpt.system.errors import NotANumber, UserError
 
 LEVELS = 127  # largest int8 level
 MIDDLE = 8  # Int4 level that represents 0.

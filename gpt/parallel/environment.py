@@ -9,7 +9,7 @@ import os
 import signal
 from pathlib import Path
 
-from gpt.errors import UserError
+from gpt.system.errors import UserError
 
 LAUNCHER, START_TIME = "GPT_LAUNCHER", "GPT_BEGAN"
 RUN, STATUS, CTRL_C = "run", "status", "ctrl-c"

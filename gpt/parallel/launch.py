@@ -16,10 +16,10 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from gpt.errors import PeerLost, UserError
-from gpt.interrupt import StopSignal
 from gpt.parallel.environment import CTRL_C, LAUNCHER, RUN, START_TIME, STATUS, read_message
-from gpt.peaks import host_memory
+from gpt.system.errors import PeerLost, UserError
+from gpt.system.interrupt import StopSignal
+from gpt.system.peaks import host_memory
 
 PROCESS_BYTES = 2**28  # memory of an idle process with Python and torch
 CONNECT_SECONDS = 10

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT, RMSNorm, initialize
 from gpt.parallel.gather import shard_rows
 

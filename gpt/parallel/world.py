@@ -24,11 +24,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from gpt.device import Compute
-from gpt.errors import PeerLost, UserError, WorkError, first_line
-from gpt.interrupt import Stopped
+from gpt.config.device import Compute
 from gpt.parallel import environment
-from gpt.peaks import cores
+from gpt.system.errors import PeerLost, UserError, WorkError, first_line
+from gpt.system.interrupt import Stopped
+from gpt.system.peaks import cores
 
 T = TypeVar("T")
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)

@@ -1,4 +1,4 @@
-// The training text in an exported page, if it has one: finds what gpt/runs/passages.py finds.
+// The training text in an exported page, if it has one: finds what gpt/insight/passages.py finds.
 
 const SPAN = 8, MAX_PASSAGES = 5, CONTEXT = 60, BASE = 0x9e3779b1;
 

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config import LORA_ROLES, GPTConfig
-from gpt.errors import UserError
-from gpt.files import read_json, to_json
+from gpt.config.model import GPTConfig
+from gpt.config.train import LORA_ROLES
 from gpt.model import lora
 from gpt.runs import folder, hf, hub
 from gpt.runs import tensors as files
+from gpt.system.errors import UserError
+from gpt.system.files import read_json, to_json
 
 FILE = "adapter_model.safetensors"
 _MAX_RANK = 2**20

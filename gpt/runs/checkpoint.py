@@ -14,9 +14,15 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from gpt.config import GPT2_VOCAB, GPTConfig
-from gpt.errors import UserError, warn
-from gpt.files import (
+from gpt.config.model import GPT2_VOCAB, GPTConfig
+from gpt.model import lora
+from gpt.model.decoder import GPT, Linear
+from gpt.model.params import named_parameters
+from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
+from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
+from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
+from gpt.system.errors import UserError, warn
+from gpt.system.files import (
     atomic_folder,
     disk_errors,
     is_file_name,
@@ -26,17 +32,11 @@ from gpt.files import (
     to_json,
     write_pieces,
 )
-from gpt.gguf_header import is_gguf
-from gpt.model import lora
-from gpt.model.decoder import GPT, Linear
-from gpt.model.params import named_parameters
-from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
-from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
-from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
-from gpt.text.tokenizer import Tokenizer, describe
-from gpt.text.tokenizer_find import has_described_tokenizer, read_described_tokenizer, read_template
-from gpt.text.tokenizer_import import gpt2_tokenizer, read_gguf, read_transformers
-from gpt.text.tokenizer_save import tokenizer_files
+from gpt.system.gguf_header import is_gguf
+from gpt.tokenizers.finding import has_described_tokenizer, read_described_tokenizer, read_template
+from gpt.tokenizers.importing import gpt2_tokenizer, read_gguf, read_transformers
+from gpt.tokenizers.saving import tokenizer_files
+from gpt.tokenizers.tokenizer import Tokenizer, describe
 
 FORMAT = 1
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"

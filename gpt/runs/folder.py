@@ -13,11 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError, WorkError, check_text
-from gpt.files import (
+from gpt.config.settings import MAX_FLOAT32
+from gpt.runs import hub, ollama
+from gpt.runs.record import RECORD as RECORD
+from gpt.runs.record import RunRecord
+from gpt.system.errors import UserError, WorkError, check_text
+from gpt.system.files import (
     TEMPORARY,
+    disk_errors,
     file_sha256,
     is_file_name,
+    locked,
     make_folder,
     map_in_threads,
     read_json,
@@ -25,11 +31,7 @@ from gpt.files import (
     to_json,
     write_file,
 )
-from gpt.gguf_header import is_gguf, list_shards
-from gpt.runs import hub, ollama
-from gpt.runs.record import RECORD as RECORD
-from gpt.runs.record import RunRecord
-from gpt.settings import MAX_FLOAT32
+from gpt.system.gguf_header import is_gguf, list_shards
 
 RUNS = "runs"
 METRICS = "metrics.jsonl"
@@ -198,11 +200,20 @@ def prune(run: Path, keep: int, newest: float = math.inf, start: int = 0) -> Non
             _remove(run / entry.name)
 
 
-def _remove(checkpoint: Path) -> None:
-    # Rename first, so that a folder called step-N is never incomplete.
-    temporary = checkpoint.with_name(f"{TEMPORARY}{checkpoint.name}")
-    os.replace(checkpoint, temporary)
+def _remove(folder: Path) -> None:
+    # Rename first, so that a run or a checkpoint is never incomplete.
+    temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
+    os.replace(folder, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
+
+
+def remove_run(run: Path) -> None:
+    """Deletes a run. Raises `UserError` if a process is writing it."""
+    check_run(run)
+    with locked(run, "wait until it ends, or stop it with Ctrl-C"):
+        pass
+    with disk_errors(run):
+        _remove(run)
 
 
 def can_resume(path: Path) -> bool:

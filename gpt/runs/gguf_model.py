@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config import GPTConfig
-from gpt.distribution import install_extra
-from gpt.errors import UserError, WorkError
-from gpt.gguf_header import HINT, Header, TensorInfo, header, mapped
+from gpt.config.model import GPTConfig
 from gpt.model.params import Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized
 from gpt.runs import hf, tensors
 from gpt.runs.model_config import ARCHES, OTHER_MODEL, ROPE_FREQS
+from gpt.system.distribution import install_extra
+from gpt.system.errors import UserError, WorkError
+from gpt.system.gguf_header import HINT, Header, TensorInfo, header, mapped
 
 _OTHER_FILE = "use the model's Transformers folder instead"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

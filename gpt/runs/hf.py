@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
-from gpt.errors import UserError
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.config.settings import checked
 from gpt.model.params import GROUP, Shape, named_parameters
-from gpt.settings import checked
+from gpt.system.errors import UserError
 
 UNEMBEDDING = "lm_head.weight"
 OWN_TYPE = "gpt"  # type of models that no family supports

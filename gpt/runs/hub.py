@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from gpt.errors import UserError, WorkError, first_line
-from gpt.files import in_home
+from gpt.system.errors import UserError, WorkError, first_line
+from gpt.system.files import in_home
 
 PREFIX = "hf:"
 CONFIG = ["config.json", "adapter_config.json"]  # configurations of a model and an adapter

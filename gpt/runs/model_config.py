@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from gpt.config import GPTConfig, RopeScaling
-from gpt.errors import UserError
-from gpt.files import read_json
-from gpt.gguf_header import HINT, Header, header, is_gguf, read_value
+from gpt.config.model import GPTConfig, RopeScaling
 from gpt.runs import folder, hf
+from gpt.system.errors import UserError
+from gpt.system.files import read_json
+from gpt.system.gguf_header import HINT, Header, header, is_gguf, read_value
 
 # The llama.cpp architecture of each layout.
 ARCHES = {"gpt2": "gpt2", "llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError, did_you_mean
-from gpt.files import in_home, read_json, read_regular, reading
+from gpt.system.errors import UserError, did_you_mean
+from gpt.system.files import in_home, read_json, read_regular, reading
 
 PREFIX = "ollama:"
 MAX_TEXT = 2**20  # Maximum bytes of a Modelfile's parameters.

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from gpt.config import GPTConfig
-from gpt.errors import UserError
+from gpt.config.model import GPTConfig
 from gpt.model.params import Parameter, Shape, named_parameters
 from gpt.model.quantize import GROUP, Quantized, bits_of_rows, quantize_matrix, to_tensor
 from gpt.runs.hf import BITS as BITS
 from gpt.runs.tensors import HINT, Deferred
+from gpt.system.errors import UserError
 
 SCALES = ".scales"
 

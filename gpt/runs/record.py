@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, get_args
 
-from gpt.config import DEVICE, Dtype
-from gpt.errors import UserError
-from gpt.files import read_json, to_json, write_file
-from gpt.settings import Count, Within, checked
+from gpt.config.settings import Count, Within, checked
+from gpt.config.train import DEVICE, Dtype
+from gpt.system.errors import UserError
+from gpt.system.files import read_json, to_json, write_file
 
 RECORD = "run.json"
 FORMAT = 1

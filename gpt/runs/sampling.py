@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from gpt.errors import UserError
-from gpt.files import read_json
-from gpt.gguf_header import header, is_gguf
+from gpt.config.sample import SampleConfig
 from gpt.runs import folder
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import UserError
+from gpt.system.files import read_json
+from gpt.system.gguf_header import header, is_gguf
 
 FILE = "generation_config.json"
 NAMES = {  # Names in llama.cpp and Transformers → names in `SampleConfig` and in requests.

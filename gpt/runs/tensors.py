@@ -16,8 +16,8 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpt.errors import UserError, check_text
-from gpt.files import open_regular, reading
+from gpt.system.errors import UserError, check_text
+from gpt.system.files import open_regular, reading
 
 Array = npt.NDArray[Any]
 WEIGHTS = ("F32", "F16", "BF16")

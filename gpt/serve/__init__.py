@@ -1,0 +1,1 @@
+"""The HTTP server: requests become engine requests, updates become responses."""

@@ -13,17 +13,17 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpt.config.serve import ServeConfig
 from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
 from gpt.decoding.engine import Update
-from gpt.files import Stamps
-from gpt.runs.passages import TrainingText
+from gpt.insight.passages import TrainingText
 from gpt.serve.choices import Choice, Delta, Prompt, chat_logprobs, completion_logprobs
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.protocol import ApiError, Generation
 from gpt.serve.worker import Ticket, Worker
-from gpt.serve_config import ServeConfig
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.files import Stamps
+from gpt.tokenizers.tokenizer import Tokenizer
 
 KEEPALIVE_SECONDS = 15.0  # Interval of keep-alive comments in a silent stream.
 MAX_TOKENS_IN_LOOP = 64  # Larger chunks of a stream, such as an echoed prompt, are encoded outside of the event loop.

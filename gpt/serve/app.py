@@ -14,7 +14,7 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gpt.errors import UserError
+from gpt.chat import chat
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
@@ -32,7 +32,7 @@ from gpt.serve.protocol import (
     read_completion,
     read_json,
 )
-from gpt.text import chat
+from gpt.system.errors import UserError
 
 BODY_SECONDS = 30.0
 MAX_TEXTS = 1024  # Maximum prompts times choices per request.

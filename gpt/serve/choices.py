@@ -5,12 +5,12 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpt.config.sample import SampleConfig
 from gpt.decoding.engine import Update
 from gpt.decoding.logits import Token
 from gpt.decoding.stream import TextStream
-from gpt.errors import UserError
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import Tokenizer
 
 _FINISH_REASONS = {"eot": "stop", "stop": "stop", "length": "length"}
 _MIN_LOGPROB = -9999.0  # Replaces minus infinity, which JSON doesn't support.

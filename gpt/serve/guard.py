@@ -5,8 +5,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gpt.config.serve import LOOPBACK, ServeConfig
 from gpt.serve.protocol import ApiError
-from gpt.serve_config import LOOPBACK, ServeConfig
 
 RETRY_SECONDS = 1
 _UNIQUE_HEADERS = ("host", "origin", "authorization", "content-type", "content-encoding")

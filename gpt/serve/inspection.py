@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gpt.decoding.context import Context
-from gpt.inspect import lens, trace
-from gpt.text.tokenizer import Tokenizer
+from gpt.insight.inspect import lens, trace
+from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_TOKENS = 512  # Maximum length of a text, because an inspection computes it in a single step.
 MAX_NEXT = 200  # Number of most likely next tokens.

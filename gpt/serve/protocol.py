@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gpt.errors import UserError
-from gpt.sample_config import SampleConfig
-from gpt.text.chat import reasoning
+from gpt.chat.chat import reasoning
+from gpt.config.sample import SampleConfig
+from gpt.system.errors import UserError
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 128, 1024
 MAX_STOP_LENGTH = 1000  # Maximum characters of a stop string.

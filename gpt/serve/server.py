@@ -15,25 +15,25 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from gpt import waiting
+from gpt.config.device import Compute
+from gpt.config.serve import ServeConfig
 from gpt.decoding.context import Context, capacity
 from gpt.decoding.write import MAX_BATCH
-from gpt.device import Compute
-from gpt.errors import Interrupted, UserError
-from gpt.files import Stamps
-from gpt.interrupt import StopSignal
+from gpt.insight.passages import TrainingText
+from gpt.insight.report import find_training_tokens
 from gpt.model.decoder import GPT
 from gpt.runs import folder
-from gpt.runs.passages import TrainingText
-from gpt.runs.report import find_training_tokens
 from gpt.runs.sampling import read_defaults
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics
 from gpt.serve.worker import Worker
-from gpt.serve_config import ServeConfig
-from gpt.text.tokenizer import Tokenizer
-from gpt.words import counted
+from gpt.system import waiting
+from gpt.system.errors import Interrupted, UserError
+from gpt.system.files import Stamps
+from gpt.system.interrupt import StopSignal
+from gpt.system.words import counted
+from gpt.tokenizers.tokenizer import Tokenizer
 
 IDLE_SECONDS = 30  # Timeout for a request's headers, and between requests.
 STALLED_SECONDS = 60  # Timeout for a client that doesn't read its response.

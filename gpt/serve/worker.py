@@ -10,8 +10,8 @@ from typing import TypeVar
 
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
-from gpt.errors import UserError, WorkError, is_out_of_memory
 from gpt.serve.metrics import ServerMetrics
+from gpt.system.errors import UserError, WorkError, is_out_of_memory
 
 CHUNK = 128  # Maximum prompt ids per step.
 T = TypeVar("T")

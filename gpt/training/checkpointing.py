@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from gpt.errors import WorkError
-from gpt.files import DISK_FULL, disk_errors
 from gpt.model.lora import find_roles
 from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.checkpoint import Files
+from gpt.system.errors import WorkError
+from gpt.system.files import DISK_FULL, disk_errors
 from gpt.training.context import RunContext
 from gpt.training.journal import Journal
 from gpt.training.recipe import Recipe

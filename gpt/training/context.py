@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
-from gpt import events
-from gpt.device import Compute
-from gpt.errors import UserError
-from gpt.interrupt import StopSignal
+from gpt.config import events
+from gpt.config.device import Compute
+from gpt.config.settings import checked
+from gpt.insight.yardsticks import Trend, Yardsticks, describe
 from gpt.parallel.world import World
 from gpt.runs import folder
 from gpt.runs.record import Machine, RunRecord, TokenCounts, TokenizerRecord
-from gpt.runs.yardsticks import Trend, Yardsticks, describe
-from gpt.settings import checked
+from gpt.system.errors import UserError
+from gpt.system.interrupt import StopSignal
 from gpt.training.data import Dataset
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe

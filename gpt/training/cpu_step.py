@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt import programs
-from gpt.config import GPTConfig
-from gpt.device import Compute
+from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
 from gpt.model import decoder, kernels, loss, memory, positions
 from gpt.model.decoder import GPT
+from gpt.system import programs
 
 GELU_COEFFICIENTS = (0.7978845608028654, 0.044715)  # √(2/π) and the coefficient of x³ in GELU's tanh form
 SCORES_PER_CALL = 2**20  # attention scores that fit into the CPU's cache

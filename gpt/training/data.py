@@ -8,24 +8,28 @@ from typing import Any
 
 import numpy as np
 
-from gpt.config import GPTConfig, TextConfig, TrainConfig, find_preset
-from gpt.errors import UserError
-from gpt.evaluate import Window, spread_windows, windows
-from gpt.files import file_sha256
+from gpt.chat import chat
+from gpt.chat.examples import Conversation, Example, Pair, find_copies, read_examples
+from gpt.config.model import GPTConfig, find_preset
+from gpt.config.text import TextConfig
+from gpt.config.train import TrainConfig
+from gpt.corpus import repeats
+from gpt.corpus.batches import Batches
+from gpt.corpus.corpus import Corpus, Listener, TextSample
+from gpt.corpus.token_folder import TokenFolder
+from gpt.corpus.tokenize import tokenize
+from gpt.corpus.vocabulary import make_tokenizer, tokenizer_for
+from gpt.documents.documents import Chunk, utf8_size
+from gpt.documents.sources import MANIFEST, is_token_folder
+from gpt.insight.evaluate import Window, spread_windows, windows
+from gpt.insight.yardsticks import Yardsticks, measure
 from gpt.parallel import environment
-from gpt.runs.yardsticks import Yardsticks, measure
-from gpt.text import chat, repeats
-from gpt.text.batches import Batches
-from gpt.text.corpus import Corpus, Listener, TextSample
-from gpt.text.documents import Chunk, utf8_size
-from gpt.text.examples import Conversation, Example, Pair, find_copies, read_examples
-from gpt.text.token_folder import MANIFEST, TokenFolder, is_token_folder
-from gpt.text.tokenize import tokenize
-from gpt.text.tokenizer import Tokenizer
-from gpt.text.vocabulary import make_tokenizer, tokenizer_for
+from gpt.system.errors import UserError
+from gpt.system.files import file_sha256
+from gpt.system.words import counted
+from gpt.tokenizers.tokenizer import Tokenizer
 from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEncoder, RowBatches
 from gpt.training.recipe import Recipe, example_context, preset_name
-from gpt.words import counted
 
 BatchSource = Batches | RowBatches
 

@@ -8,18 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt import evaluate
+from gpt.config.device import Compute
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
-from gpt.device import Compute
-from gpt.errors import NotANumber, UserError
-from gpt.evaluate import Window
-from gpt.interrupt import Stopped, StopSignal
+from gpt.insight import evaluate, report
+from gpt.insight.evaluate import Window
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
-from gpt.runs import folder, report
-from gpt.sample_config import SampleConfig
+from gpt.runs import folder
+from gpt.system.errors import NotANumber, UserError
+from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training.context import Answers, Result, RunContext
 from gpt.training.data import Dataset
 from gpt.training.example_rows import ExampleRows

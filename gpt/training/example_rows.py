@@ -1,7 +1,7 @@
 """Encodes examples as batch rows: prompt-completion pairs and conversations. Only answers are targets.
 
 A pair is encoded as prompt, completion and end-of-text. The prompt is encoded separately, as for sampling
-(`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.text.chat`).
+(`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.chat.chat`).
 """
 
 from collections import Counter
@@ -12,15 +12,15 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gpt.errors import UserError, WorkError
-from gpt.evaluate import Window
+from gpt.chat import chat
+from gpt.chat.examples import Conversation, Example, Pair
+from gpt.corpus.batches import Int64s, shuffle_indices
+from gpt.documents.documents import utf8_size
+from gpt.insight.evaluate import Window
 from gpt.model.loss import IGNORED
-from gpt.text import chat
-from gpt.text.batches import Int64s, shuffle_indices
-from gpt.text.documents import utf8_size
-from gpt.text.examples import Conversation, Example, Pair
-from gpt.text.tokenizer import Tokenizer
-from gpt.words import counted
+from gpt.system.errors import UserError, WorkError
+from gpt.system.words import counted
+from gpt.tokenizers.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class PairEncoder(Encoder[Pair]):
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(tokenizer, block_size, skip_bad)
-        self._specials = chat.special_pattern(tokenizer)
+        self._specials = tokenizer.special_pattern()
 
     def rows(self, example: Pair) -> list[ExampleRow]:
         """Encodes a pair as one row. Raises `UserError` if it is longer than the context."""

@@ -8,16 +8,17 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from gpt.config import ARCHITECTURES, GPTConfig, Optimizer, Preset, TrainConfig
-from gpt.errors import UserError
+from gpt.chat import chat
+from gpt.config.model import ARCHITECTURES, GPTConfig, Preset
+from gpt.config.train import Optimizer, TrainConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder, hub
 from gpt.runs.adapter import Adapter
 from gpt.runs.record import StartRecord
-from gpt.text import chat
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import Tokenizer
 
 # Factors that multiply the preset's learning rate for training from scratch. Muon's was tuned on nano, AdamW's is
 # customary (benchmarks/defaults.md).

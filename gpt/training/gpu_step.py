@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt.errors import first_line
 from gpt.model.decoder import GPT
+from gpt.system.errors import first_line
 
 Step = Callable[..., tuple[Tensor, Tensor]]  # (x, y, *lesson) → loss and gradient norm
 

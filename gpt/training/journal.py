@@ -5,17 +5,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from gpt import events
-from gpt.files import disk_errors
+from gpt.config import events
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import folder
 from gpt.runs.record import Resumed, RunRecord
+from gpt.system.files import disk_errors
+from gpt.system.words import counted
 from gpt.training.context import Result, RunContext, now, versions
 from gpt.training.logs import Logs, Metrics, Speed
 from gpt.training.recipe import Recipe
 from gpt.training.state import TrainState
-from gpt.words import counted
 
 # Examples are memorized if the loss is below this, in nats per token, for this many consecutive steps.
 MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10

@@ -14,15 +14,15 @@ from typing import Any, Self
 
 import torch
 
-from gpt.device import Compute
-from gpt.distribution import install_extra
-from gpt.errors import UserError, did_you_mean
-from gpt.events import EndEvent, Event, SampleEvent
-from gpt.files import disk_errors, open_regular
+from gpt.config.device import Compute
+from gpt.config.events import EndEvent, Event, SampleEvent
 from gpt.model.decoder import GPT
 from gpt.model.params import flops_per_token
-from gpt.peaks import peak_flops
 from gpt.runs.folder import INTACT_HINT, METRICS
+from gpt.system.distribution import install_extra
+from gpt.system.errors import UserError, did_you_mean
+from gpt.system.files import disk_errors, open_regular
+from gpt.system.peaks import peak_flops
 from gpt.training.recipe import Recipe
 
 COMMON_FIELDS = {field.name for field in dataclasses.fields(Event)}

@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 import torch
 
-from gpt import events
-from gpt.device import Download
-from gpt.errors import Interrupted, PeerLost, WorkError, device_failure, is_out_of_memory
-from gpt.interrupt import Stopped
+from gpt.config import events
+from gpt.config.device import Download
 from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder
 from gpt.runs.sampling import NO_DEFAULTS, read_defaults
+from gpt.system.errors import Interrupted, PeerLost, WorkError, device_failure, is_out_of_memory
+from gpt.system.interrupt import Stopped
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate

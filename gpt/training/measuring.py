@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpt.evaluate import Window
-from gpt.interrupt import StopSignal
+from gpt.insight.evaluate import Window
+from gpt.insight.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.model.loss import IGNORED
-from gpt.runs.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
+from gpt.system.interrupt import StopSignal
 from gpt.training.context import Inputs, Session
 from gpt.training.data import BatchSource
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate

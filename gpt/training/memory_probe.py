@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from gpt.device import random_states, set_random_states
-from gpt.errors import PeerLost, UserError, is_out_of_memory
-from gpt.evaluate import MAX_BATCH_TOKENS, Window, total_loss
+from gpt.config.device import random_states, set_random_states
+from gpt.insight.evaluate import MAX_BATCH_TOKENS, Window, total_loss
 from gpt.model.memory import divisors
+from gpt.system.errors import PeerLost, UserError, is_out_of_memory
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy
 

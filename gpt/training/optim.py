@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
-from gpt.config import DEFAULT_WEIGHT_DECAY
-from gpt.device import has_bfloat16_cores
+from gpt.config.device import has_bfloat16_cores
+from gpt.config.train import DEFAULT_WEIGHT_DECAY
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.parallel.gather import Exchange

@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from gpt import files
-from gpt.config import TrainConfig
-from gpt.device import Compute
-from gpt.errors import Interrupted, UserError
-from gpt.files import disk_errors, locked
+from gpt.chat.examples import Conversation, Pair, kind_of
+from gpt.config.device import Compute
+from gpt.config.train import TrainConfig
+from gpt.corpus.corpus import open_corpus
+from gpt.corpus.token_folder import find_token_folders
 from gpt.runs import folder
 from gpt.runs.record import FORMAT, RunRecord
-from gpt.text.corpus import open_corpus
-from gpt.text.examples import Conversation, Pair, kind_of
-from gpt.text.token_folder import find_token_folders
+from gpt.system import files
+from gpt.system.errors import Interrupted, UserError
+from gpt.system.files import disk_errors, locked
 from gpt.training.context import Inputs, Session, data_record, now
 from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import find_init

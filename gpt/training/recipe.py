@@ -6,17 +6,18 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from gpt.config import DEFAULT_WEIGHT_DECAY, GPTConfig, Optimizer, Preset, TrainConfig, find_preset
-from gpt.device import Compute
-from gpt.errors import UserError
+from gpt.config.device import Compute
+from gpt.config.model import GPTConfig, Preset, find_preset
+from gpt.config.settings import Amount, Count, Positive, Within
+from gpt.config.train import DEFAULT_WEIGHT_DECAY, Optimizer, TrainConfig
+from gpt.corpus.batches import MAX_BATCH_SIZES, Ramp
 from gpt.model import lora
 from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
-from gpt.peaks import host_memory
-from gpt.programs import compiles_by_default
-from gpt.settings import Amount, Count, Positive, Within
-from gpt.text.batches import MAX_BATCH_SIZES, Ramp
+from gpt.system.errors import UserError
+from gpt.system.peaks import host_memory
+from gpt.system.programs import compiles_by_default
 from gpt.training import finetune
 from gpt.training.time_budget import INTERVALS, Costs, TimeBudget
 

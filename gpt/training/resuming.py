@@ -9,18 +9,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from gpt import device, files
-from gpt.config import MAX_THREADS, TrainConfig
-from gpt.device import Compute
-from gpt.errors import UserError
-from gpt.files import disk_errors
+from gpt.config import device
+from gpt.config.device import Compute
+from gpt.config.settings import checked, from_dict
+from gpt.config.train import MAX_THREADS, TrainConfig
+from gpt.corpus.corpus import open_corpus
+from gpt.corpus.token_folder import TokenFolder, find_token_folders
+from gpt.documents.sources import MANIFEST
 from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder, hub
 from gpt.runs.record import FORMAT, RunRecord, StartRecord
-from gpt.settings import checked, from_dict
-from gpt.text.corpus import open_corpus
-from gpt.text.token_folder import MANIFEST, TokenFolder, find_token_folders
+from gpt.system import files
+from gpt.system.errors import UserError
+from gpt.system.files import disk_errors
+from gpt.system.words import counted
 from gpt.training import logs
 from gpt.training.context import Result, Session, versions
 from gpt.training.data import Dataset, load_tokens, make_tokens, open_examples, open_tokens
@@ -30,7 +33,6 @@ from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
 from gpt.training.schedule import lr_at
 from gpt.training.state import SavedState, TrainState, read_saved_state
 from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
-from gpt.words import counted
 
 Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
 

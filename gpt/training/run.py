@@ -14,15 +14,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from gpt import device, events
-from gpt.config import TrainConfig
-from gpt.device import Compute
-from gpt.distribution import VERSION
-from gpt.files import disk_errors
-from gpt.interrupt import StopSignal
+from gpt.config import device, events
+from gpt.config.device import Compute
+from gpt.config.settings import from_dict
+from gpt.config.train import TrainConfig
 from gpt.parallel import environment
 from gpt.parallel.world import World, join_world
-from gpt.settings import from_dict
+from gpt.system.distribution import VERSION
+from gpt.system.files import disk_errors
+from gpt.system.interrupt import StopSignal
 from gpt.training import logs
 from gpt.training.context import Inputs, Listener, Result, RunContext, Session, data_record
 from gpt.training.loop import Trainer

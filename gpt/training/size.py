@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from gpt.config import Arch, TrainConfig, find_preset
-from gpt.device import Compute
+from gpt.config.device import Compute
+from gpt.config.model import Arch, find_preset
+from gpt.config.train import TrainConfig
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.training.memory_probe import fit_micro_batch

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from gpt.device import random_states, set_random_states
-from gpt.errors import UserError
-from gpt.files import read_json, to_json
+from gpt.config.device import random_states, set_random_states
+from gpt.config.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
+from gpt.corpus.batches import MAX_BATCH_SIZES
 from gpt.runs import folder, tensors
 from gpt.runs.record import Machine
-from gpt.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
-from gpt.text.batches import MAX_BATCH_SIZES
+from gpt.system.errors import UserError
+from gpt.system.files import read_json, to_json
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import MOMENT, Strategy
 

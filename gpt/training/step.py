@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from gpt.device import Download, keep_freed_memory, random_states, set_random_states, upload
-from gpt.errors import PeerLost, first_line
-from gpt.interrupt import interruption
+from gpt.config.device import Download, keep_freed_memory, random_states, set_random_states, upload
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.system.errors import PeerLost, first_line
+from gpt.system.interrupt import interruption
 from gpt.training.cpu_step import GradientProgram
 from gpt.training.gpu_step import GraphedStep, compile_halves, uncompile_halves
 from gpt.training.recipe import Recipe

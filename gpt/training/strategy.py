@@ -15,11 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 from torch.optim import AdamW
 
-from gpt import device
-from gpt.device import Compute
-from gpt.errors import UserError
-from gpt.evaluate import Window
-from gpt.interrupt import Stopped, StopSignal
+from gpt.config import device
+from gpt.config.device import Compute
+from gpt.insight.evaluate import Window
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.memory import accumulates_whole
@@ -28,6 +26,8 @@ from gpt.parallel.gather import CheckpointGatherer, Exchange, ShardExchange
 from gpt.parallel.world import World
 from gpt.runs import adapter, checkpoint, folder
 from gpt.runs.tensors import Array, Deferred
+from gpt.system.errors import UserError
+from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training.finetune import InitCheckpoint
 from gpt.training.optim import BETAS, Optimizers, make_optimizer
 from gpt.training.recipe import Recipe

@@ -14,16 +14,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gpt import events
-from gpt.config import TrainConfig
-from gpt.device import Compute
-from gpt.errors import UserError
-from gpt.files import TEMPORARY, atomic_folder, disk_errors, write_pieces
+from gpt.config import events
+from gpt.config.device import Compute
+from gpt.config.train import TrainConfig
+from gpt.corpus.batches import Batches, Int64s
 from gpt.model.decoder import GPT
 from gpt.model.loss import encode_probabilities, mean_probabilities
 from gpt.runs import checkpoint, folder
-from gpt.text.batches import Batches, Int64s
-from gpt.text.tokenizer import Tokenizer
+from gpt.system.errors import UserError
+from gpt.system.files import TEMPORARY, atomic_folder, disk_errors, write_pieces
+from gpt.tokenizers.tokenizer import Tokenizer
 from gpt.training.context import Session
 from gpt.training.data import BatchSource
 from gpt.training.finetune import InitCheckpoint

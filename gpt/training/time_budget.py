@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-from gpt.errors import UserError
-from gpt.settings import Count, Within
+from gpt.config.settings import Count, Within
+from gpt.system.errors import UserError
 
 OVERHEAD = 0.2  # share of the time for everything except training steps
 GROWTH = 1.5  # A longer run spends a fifth more on evaluations, and measures its speed for longer.

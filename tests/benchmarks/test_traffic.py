@@ -10,14 +10,14 @@ from conftest import more
 from models import push
 
 from benchmarks.traffic import count
-from gpt.config import GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.logits import Filters
 from gpt.decoding.token_step import next_tokens
-from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup
-from gpt.sample_config import SampleConfig
 
 pytestmark = pytest.mark.filterwarnings("default")  # The compiler causes warnings.
 

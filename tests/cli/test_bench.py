@@ -7,9 +7,9 @@ import pytest
 import torch
 from conftest import Gpt
 
-from gpt.config import PRESETS, GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.decoding.weights import prepare, weight_bytes
-from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
 from gpt.model.quantize import quantize_model

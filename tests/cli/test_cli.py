@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, make_text, more, one_line_of_what_and_what_next, slow
-from gpt_cli import progress
+from gpt_cli.show import progress
 from rich.console import Console
 from safetensors.torch import load_file
 
 import gpt as library
-from gpt import events
-from gpt.config import PRESETS
-from gpt.text import catalogue
+from gpt.config import events
+from gpt.config.model import PRESETS
+from gpt.documents import catalogue
 
 QUICK = [
     "--steps", "4", "--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64",

@@ -10,7 +10,7 @@ import pytest
 from conftest import Gpt, one_line_of_what_and_what_next, slow
 
 import gpt as library
-from gpt import inspect
+from gpt.insight import inspect
 
 PROMPT = "the cat sat on the mat while the cat"
 
@@ -160,7 +160,7 @@ def test_invalid_inspect_arguments_are_errors(
 
 
 def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt_cli import views
+    from gpt_cli.show import views
 
     monkeypatch.setattr(views, "MAX_PAGE_BYTES", 100)
     result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")

@@ -11,15 +11,15 @@ import pytest
 import torch
 from colours import contrast
 from conftest import Gpt, make_text
-from gpt_cli import page as pages
-from gpt_cli import ticks, views
+from gpt_cli.show import page as pages
+from gpt_cli.show import ticks, views
 
 import gpt as library
-from gpt import inspect
-from gpt.config import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
+from gpt.insight import inspect
 from gpt.model.decoder import GPT
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 PROMPT = 'the <script>a()</script> & "cat"'
 

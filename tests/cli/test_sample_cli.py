@@ -17,12 +17,12 @@ from conftest import Done, Gpt, slow, spawn
 from conftest import one_line_of_what_and_what_next as assert_error
 
 import gpt as library
-from gpt.config import GPTConfig
-from gpt.errors import UserError
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 PROMPTS = ["the cat", "Zürich 🐕 and a longer prompt than the others", "", "it"]
 
@@ -435,8 +435,8 @@ def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Pat
         "    assert main(['sample', 'the', '-m', model, '-n', '2', '--seed', '1']) == 0\n"
         "assert gc.isenabled()  # it is not while torch is imported\n"
         "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'transformers', 'tokenizers', 'huggingface_hub',"
-        " 'gpt.training', 'gpt.exporting', 'gpt.serve', 'gpt.parallel.world', 'gpt.text.corpus', 'gpt.text.download',"
-        " 'gpt.text.tokenize', 'gpt.decoding.bench', 'gpt.inspect', 'gpt_cli.train', 'gpt_cli.params'} & set(sys.modules)\n"
+        " 'gpt.training', 'gpt.exporting', 'gpt.serve', 'gpt.parallel.world', 'gpt.corpus.corpus', 'gpt.documents.download',"
+        " 'gpt.corpus.tokenize', 'gpt.decoding.bench', 'gpt.insight.inspect', 'gpt_cli.commands.train', 'gpt_cli.commands.params'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from gpt_cli import ticks
+from gpt_cli.show import ticks
 from hypothesis import example, given
 from hypothesis import strategies as st
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from conftest import Done, Gpt, make_text
 
-from gpt.config import TextConfig
-from gpt.text.corpus import open_corpus
-from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenize import tokenize as tokenize_corpus
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.config.text import TextConfig
+from gpt.corpus.corpus import open_corpus
+from gpt.corpus.token_folder import TokenFolder
+from gpt.corpus.tokenize import tokenize as tokenize_corpus
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 
 @pytest.fixture

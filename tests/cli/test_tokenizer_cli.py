@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import Done, Gpt, make_text
 
-from gpt.text.tokenizer import bytes_tokenizer
-from gpt.text.tokenizer_find import find_tokenizer
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_errors_come_before_training(gpt: Gpt, book: Path, monkeypatch: pytest.M
     for special in ("\udcff", "<|endoftext|>"):
         result = gpt("tokenizer", "train", "nowhere.txt", "-o", "v2", "--special", special)
         assert (result.code, "special token" in result.err) == (2, True), result.err
-    monkeypatch.setattr("gpt.text.vocabulary.open_corpus", None)
+    monkeypatch.setattr("gpt.corpus.vocabulary.open_corpus", None)
     Path("link").symlink_to("nowhere")
     for command in (["tokenizer", "train"], ["tokenize"]):
         result = gpt(*command, book, "-o", "book.txt/x")

@@ -10,13 +10,13 @@ import torch
 from models import CPU, engine_of, loud, push
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding.beam import Hypothesis, Search
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request, generate
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
 
 EARLY_STOPPING = {"off": False, "on": True, "never": "never"}
 

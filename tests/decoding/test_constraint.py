@@ -16,15 +16,15 @@ from conftest import slow
 from models import CPU, letters, loud
 
 from gpt.api import LanguageModel
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding import constraint as constraints
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
-from gpt.distribution import install_extra
-from gpt.errors import UserError
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.distribution import install_extra
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 EOT = 256
 SCHEMA = {

@@ -13,18 +13,18 @@ from conftest import slow
 from models import CPU, EOT, PROMPTS, batched, engine_of, loud, push, tiny_model
 from torch import Tensor
 
-from gpt.config import GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import CACHE_SHARE, Context, ContextPool
 from gpt.decoding.engine import Request, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.sampler import POSITIONS_AT_ONCE
 from gpt.decoding.write import MAX_BATCH, Sample, TextGenerator
-from gpt.device import Compute
-from gpt.errors import UserError
 from gpt.model import kernels
 from gpt.model.decoder import GPT
-from gpt.sample_config import SampleConfig
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 
 def generate_ids(model: GPT, prompt: list[int], config: SampleConfig, **seed: int) -> list[int]:

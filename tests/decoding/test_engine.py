@@ -9,7 +9,8 @@ import torch
 from conftest import slow
 from models import CPU, EOT, PROMPTS, letters, tiny_model
 
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding import scheduler
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
@@ -17,9 +18,8 @@ from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import RequestState
 from gpt.decoding.token_step import next_tokens
-from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import NotANumber, UserError
 
 SETTINGS: list[dict[str, Any]] = [
     {}, {"greedy": True}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eot": True},

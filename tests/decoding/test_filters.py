@@ -20,8 +20,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from gpt.config.sample import SampleConfig
 from gpt.decoding import logits as filters
-from gpt.sample_config import SampleConfig
 
 V = 50
 IDS = torch.zeros(1, 1, dtype=torch.long)

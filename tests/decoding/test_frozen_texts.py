@@ -17,9 +17,9 @@ import torch
 
 from gpt import GPTConfig, SampleConfig
 from gpt.api import LanguageModel
-from gpt.device import Compute
+from gpt.config.device import Compute
 from gpt.model.decoder import GPT
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 FROZEN = Path(__file__).with_name("frozen_texts.json")
 PROMPTS = ["", "Once upon", "ab ab ab ab ab", "a prompt that is longer than the context"]

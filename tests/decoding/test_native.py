@@ -17,8 +17,8 @@ from conftest import more
 from models import CPU, SHAPES, engine_of, loud, push, tiny_model
 from torch import Tensor
 
-from gpt import programs
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding import library, native
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
@@ -26,7 +26,7 @@ from gpt.decoding.native import PackedLinear, pack
 from gpt.decoding.weights import prepare
 from gpt.model.decoder import GPT
 from gpt.model.quantize import quantize_model
-from gpt.sample_config import SampleConfig
+from gpt.system import programs
 
 if shutil.which("cc") is None:
     pytest.skip("no C compiler", allow_module_level=True)

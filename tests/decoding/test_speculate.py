@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import CPU, EOT, PROMPTS, batched, engine_of, tiny_model
 
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request, generate
 from gpt.decoding.lookup import MAX_NGRAM, Lookup
-from gpt.sample_config import SampleConfig
 
 
 def expected_guess(ids: list[int], count: int) -> list[int]:

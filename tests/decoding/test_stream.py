@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from gpt.decoding.stream import TextStream
-from gpt.text import tokenizer
-from gpt.text.tokenizer import Tokenizer
+from gpt.tokenizers import tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer
 
 BYTES = tokenizer.bytes_tokenizer()
 PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A shared machine can stall.

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from conftest import slow
 from models import push
 
-from gpt.config import GPTConfig
+from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.token_step import next_tokens
 from gpt.decoding.weights import GPULinear, dtype_name, prepare, weight_bytes
-from gpt.device import Compute
 from gpt.model.cache import BLOCK, make_block_mask, make_column_mask
 from gpt.model.decoder import GPT
 from gpt.model.kernels import attend, attend_blocks

@@ -13,15 +13,15 @@ from conftest import Gpt
 from models import CPU, batched, engine_of, tiny_model
 
 import gpt as library
+from gpt.config.device import Compute
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.decoding.native import PackedLinear
 from gpt.decoding.token_step import compile_step, next_tokens
 from gpt.decoding.weights import prepare
-from gpt.device import Compute
 from gpt.model.decoder import GPT
 from gpt.model.quantize import quantize_model
-from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
 

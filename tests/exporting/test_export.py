@@ -18,23 +18,24 @@ import pytest
 import torch
 import yaml
 from conftest import FAST, Gpt, make_text, more, one_line_of_what_and_what_next, send, train
+from gpt.exporting.run import find_target
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
-from gpt import api, events
-from gpt.config import GPTConfig
-from gpt.errors import Interrupted, WorkError
-from gpt.evaluate import Evaluation
-from gpt.export_config import ExportConfig
+from gpt import api
+from gpt.config import events
+from gpt.config.export import ExportConfig
+from gpt.config.model import GPTConfig
 from gpt.exporting import card as cards
 from gpt.exporting import provenance
 from gpt.exporting.card import Comparison, Facts, card
 from gpt.exporting.provenance import Ancestor, Provenance, Text, group_texts, read_provenance
-from gpt.exporting.run import find_target
 from gpt.exporting.source import SourceModel
+from gpt.insight.evaluate import Evaluation
 from gpt.model.params import breakdown
 from gpt.runs import checkpoint, folder
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.errors import Interrupted, WorkError
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 KEYS = {"out", "format", "type", "arch", "bytes", "tensors", "vocab_size", "loss_before", "loss_after", "seconds"}
 DTYPES = ["float32", "bfloat16", "float16", "int8", "int4"]
@@ -485,7 +486,7 @@ def test_progress_counts_the_parameters_before_the_current_one(run_folder: Path,
 def test_a_signal_sets_the_exit_status(
     run_folder: Path, chapter: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gpt_cli.progress.TrainDisplay.__call__", lambda display, event: send(signal.SIGTERM))
+    monkeypatch.setattr("gpt_cli.show.progress.TrainDisplay.__call__", lambda display, event: send(signal.SIGTERM))
     result = gpt("export", "-m", run_folder, "-o", "out")
     assert (result.code, result.out, result.err) == (143, "", "interrupted: nothing was written\n")
     assert [path.name for path in Path().iterdir()] == ["chapter.txt"]

@@ -14,14 +14,14 @@ from models import loud, source_of
 from torch import Tensor
 
 from gpt import api
-from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
-from gpt.errors import UserError
-from gpt.export_config import FileType
+from gpt.config.export import FileType
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
 from gpt.model.quantize import Quantized
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 gguf_package = pytest.importorskip("gguf")
 

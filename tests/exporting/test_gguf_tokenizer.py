@@ -11,12 +11,12 @@ from conftest import make_text
 from gguf import GGUFWriter, TokenType
 from tokenizers import models, pre_tokenizers
 
-from gpt.errors import UserError
 from gpt.exporting import gguf_tokenizer
-from gpt.text.backends import ByteBPE
-from gpt.text.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer
-from gpt.text.tokenizer_find import find_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.backends import ByteBPE
+from gpt.tokenizers.boundaries import GPT2_PATTERN, LLAMA3_PATTERN, MINBPE_PATTERN, OLD_GPT2_PATTERN
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer, train_tokenizer
 
 TRAINED = train_tokenizer([make_text()], 500, ["<|user|>"])
 O200K = (

@@ -21,18 +21,19 @@ from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
 import gpt as library
-from gpt.config import PRESETS, GPTConfig, RopeScaling
-from gpt.errors import UserError
-from gpt.export_config import PageDtype
+from gpt.chat import chat
+from gpt.config.export import PageDtype
+from gpt.config.model import PRESETS, GPTConfig, RopeScaling
+from gpt.corpus.token_folder import TokenFolder
 from gpt.exporting import chat_pieces, html, openings, page_tokenizer
 from gpt.exporting.source import SourceModel
 from gpt.model.quantize import to_tensor
 from gpt.runs import checkpoint, folder
-from gpt.text import boundaries, chat
-from gpt.text.backends import ByteBPE, added_token, to_gpt2_spelling
-from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer
-from gpt.text.tokenizer_find import find_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers import boundaries
+from gpt.tokenizers.backends import ByteBPE, added_token, to_gpt2_spelling
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer
 
 # Widths that are multiples of 16, and widths that are not.
 SHAPES: dict[str, GPTConfig] = {

@@ -16,18 +16,18 @@ from conftest import Gpt, make_text
 from models import CPU, FAMILIES, engine_of, loud, source_of
 
 from gpt import api
-from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.chat import chat
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.config.sample import SampleConfig
+from gpt.corpus.token_folder import TokenFolder
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.exporting import chat_pieces, html
-from gpt.inspect import inspect_prompt
+from gpt.insight.inspect import inspect_prompt
+from gpt.insight.passages import TrainingText
 from gpt.model.decoder import GPT
-from gpt.runs.passages import TrainingText
-from gpt.sample_config import SampleConfig
-from gpt.text import chat
-from gpt.text.token_folder import TokenFolder
-from gpt.text.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer_up_to
-from gpt.text.tokenizer_find import find_tokenizer
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, train_tokenizer_up_to
 
 pytestmark = pytest.mark.slow
 MODERN, GPT2 = ARCHITECTURES["modern"], ARCHITECTURES["gpt2"]

@@ -21,13 +21,13 @@ from benchmarks import llama_cpp
 from benchmarks.llama_cpp import LlamaCpp
 from gpt import api
 from gpt.api import LanguageModel
-from gpt.evaluate import total_loss
+from gpt.chat import chat
+from gpt.config.sample import SampleConfig
 from gpt.exporting import gguf_tokenizer
-from gpt.sample_config import SampleConfig
-from gpt.text import chat
-from gpt.text.gguf_vocabulary import _END_WORDS
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_find import find_tokenizer
+from gpt.insight.evaluate import total_loss
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.gguf_vocabulary import _END_WORDS
+from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 pytestmark = pytest.mark.slow
 TEXTS = llama_cpp.random_texts(100)

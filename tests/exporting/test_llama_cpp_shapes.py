@@ -14,8 +14,8 @@ from models import FAMILIES, ROPE_METADATA, loud, rewritten, source_of
 from torch import Tensor
 
 from benchmarks.llama_cpp import LlamaCpp
-from gpt.config import GPTConfig, RopeScaling
-from gpt.export_config import FileType
+from gpt.config.export import FileType
+from gpt.config.model import GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT

@@ -18,14 +18,15 @@ from conftest import TINY, Gpt, make_text, more, slow
 from models import CPU, EOT, PROMPTS, tiny_model
 
 import gpt
-from gpt import SampleConfig, api, inspect
-from gpt.bench_config import BenchConfig
+from gpt import SampleConfig, api
+from gpt.config.bench import BenchConfig
+from gpt.config.device import Compute
 from gpt.decoding.context import CACHE_SHARE, MAX_IDLE_CONTEXTS, Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.token_step import next_tokens
-from gpt.device import Compute
-from gpt.errors import NotANumber, UserError
+from gpt.insight import inspect
 from gpt.model.params import cache_bytes
+from gpt.system.errors import NotANumber, UserError
 
 Disguise = Callable[..., Any]
 COUNTS = Path(__file__).parent.with_name("counts.toml")

@@ -17,11 +17,11 @@ import torch
 from conftest import Gpt, facts, losses, make_text, slow, weights
 
 import gpt
-from gpt import events
-from gpt.device import Compute, upload
-from gpt.errors import device_failure, is_out_of_memory
+from gpt.config import events
+from gpt.config.device import Compute, upload
 from gpt.model.decoder import GPT
 from gpt.runs import folder
+from gpt.system.errors import device_failure, is_out_of_memory
 from gpt.training import step as stepping
 from gpt.training.gpu_step import GraphedStep
 from gpt.training.optim import make_optimizer

@@ -12,11 +12,11 @@ import torch
 from conftest import make_text
 
 import gpt
-from gpt import events
-from gpt.device import pick
+from gpt.config import events
+from gpt.config.device import pick
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, count_step_memory
-from gpt.peaks import peak_flops
+from gpt.system.peaks import peak_flops
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import Facts, plan
 from gpt.training.step import Stepper

@@ -15,14 +15,14 @@ from models import CPU, FAMILIES, engine_of, loud, ours_with, save
 from safetensors.torch import load_file, save_file
 
 import gpt as library
-from gpt.config import PRESETS, GPTConfig, RopeScaling
+from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig, RopeScaling
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
-from gpt.device import Compute
-from gpt.errors import UserError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, hf
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import UserError
 
 transformers = pytest.importorskip("transformers")
 

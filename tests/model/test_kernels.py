@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from gpt.config import ARCHITECTURES, GPTConfig
+from gpt.config.model import ARCHITECTURES, GPTConfig
 from gpt.model import decoder, kernels
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy

@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import gpt as library
-from gpt import events
-from gpt.config import LORA_ROLES, GPTConfig
+from gpt.config import events
+from gpt.config.model import GPTConfig
+from gpt.config.train import LORA_ROLES
 from gpt.model import lora, loss, memory
 from gpt.model.decoder import GPT
 from gpt.runs import adapter, checkpoint, folder, hf
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 # PEFT uses an attribute name that Transformers 5 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

@@ -24,8 +24,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from gpt.config import ARCHITECTURES, PRESETS, GPTConfig, TrainConfig
-from gpt.device import Compute
+from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, PRESETS, GPTConfig
+from gpt.config.train import TrainConfig
 from gpt.model import decoder, kernels, lora, memory
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT

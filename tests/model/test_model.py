@@ -14,14 +14,14 @@ from conftest import slow
 from models import loud
 from torch import Tensor
 
-from gpt.config import PRESETS, GPTConfig, RopeScaling
-from gpt.errors import UserError
+from gpt.config.model import PRESETS, GPTConfig, RopeScaling
 from gpt.model import decoder
 from gpt.model.cache import EveryRow, KVCache, Placement
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import breakdown, counts, named_parameters
 from gpt.model.positions import sine_table
+from gpt.system.errors import UserError
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 from conftest import Gpt, one_line_of_what_and_what_next
 
-from gpt.config import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import WINDOW_SLACK, breakdown, cache_bytes, flops_per_token, flops_sampled

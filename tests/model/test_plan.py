@@ -11,13 +11,14 @@ from conftest import Gpt, facts, one_line_of_what_and_what_next
 from models import rank_parameters
 
 from benchmarks import plan as plan_page
-from gpt.config import PRESETS, GPTConfig, TrainConfig
-from gpt.errors import UserError
+from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.plan import PlanConfig
+from gpt.config.train import TrainConfig
 from gpt.model.memory import Setup, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token, flops_sampled
 from gpt.model.plan import USABLE, fits, plans, setups, step_rows, with_largest_micro_batch
-from gpt.peaks import KINDS
-from gpt.plan_config import PlanConfig
+from gpt.system.errors import UserError
+from gpt.system.peaks import KINDS
 from gpt.training import recipe
 
 # Training FLOPs for 300 billion tokens (Brown et al. 2020, table D.1)

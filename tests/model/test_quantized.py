@@ -19,13 +19,13 @@ from torch import Tensor
 
 import gpt as library
 from gpt import api
-from gpt.config import ARCHITECTURES, GPTConfig
-from gpt.device import Compute
-from gpt.errors import UserError
+from gpt.config.device import Compute
+from gpt.config.model import ARCHITECTURES, GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.model.params import named_parameters
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8
 from gpt.runs import checkpoint, folder, hub
-from gpt.sample_config import SampleConfig
+from gpt.system.errors import UserError
 
 MODERN = ARCHITECTURES["modern"]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -359,7 +359,7 @@ def test_quantized_weights_too_large_for_memory_are_refused(
 PEAK_SCRIPT = """
 import sys
 import gpt.api
-from gpt.sample_config import SampleConfig
+from gpt.config.sample import SampleConfig
 
 def status(key):
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from gpt.config import Arch, GPTConfig
+from gpt.config.model import Arch, GPTConfig
 from gpt.model.decoder import GPT
 from gpt.parallel.shard import ShardedModel, initialize_parameters
 from gpt.parallel.world import World

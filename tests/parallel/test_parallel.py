@@ -18,13 +18,13 @@ from ranks import OPTIONS, RUNS, SIX_STEPS, copy_killed_run
 from several import RANKS, assert_resumes_after_kill, assert_trained_alike, losses, train_all, write_texts
 
 import gpt as library
-from gpt.config import TrainConfig
-from gpt.errors import UserError
+from gpt.config.train import TrainConfig
+from gpt.corpus.batches import Ramp
 from gpt.parallel import environment
 from gpt.parallel import launch as launching
 from gpt.parallel.launch import LaunchResult, _find_first_failure, launch
 from gpt.parallel.world import Ranks
-from gpt.text.batches import Ramp
+from gpt.system.errors import UserError
 from gpt.training.recipe import Recipe, plan
 
 pytestmark = pytest.mark.skipif(not Path("/proc").exists(), reason="looks for processes where Linux has them")
@@ -297,7 +297,7 @@ def test_second_ctrl_c_ends_all_processes(workdir: Path) -> None:
     """The processes ignore repeated signals, as during a long save."""
     rank = """
 import os, pathlib, time
-from gpt.interrupt import StopSignal
+from gpt.system.interrupt import StopSignal
 from gpt.parallel import environment
 with StopSignal(is_ctrl_c=environment.is_ctrl_c) as stop:
     pathlib.Path("ready-" + os.environ["RANK"]).touch()

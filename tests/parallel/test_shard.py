@@ -14,9 +14,7 @@ from models import rank_parameters
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from gpt.config import GPTConfig, find_preset
-from gpt.errors import UserError
-from gpt.files import map_in_threads
+from gpt.config.model import GPTConfig, find_preset
 from gpt.model.decoder import GPT
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.params import named_parameters
@@ -24,7 +22,9 @@ from gpt.parallel.gather import CheckpointGatherer, Exchange, ShardExchange, sha
 from gpt.parallel.shard import ShardedModel, initialize_parameters
 from gpt.parallel.world import World
 from gpt.runs import checkpoint
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.errors import UserError
+from gpt.system.files import map_in_threads
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 from gpt.training.optim import make_optimizer
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from several import PARTS, assert_resumes_after_stop, assert_trained_alike, event_values, losses, train_all, write_texts
 
 import gpt as library
-from gpt.evaluate import Window
-from gpt.interrupt import Stopped, StopSignal
+from gpt.insight.evaluate import Window
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
+from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training.checkpointing import Writer
 from gpt.training.strategy import Sharded
 

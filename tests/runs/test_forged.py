@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from conftest import Gpt, more, one_line_of_what_and_what_next
 
-from gpt import events
-from gpt.errors import MAX_MESSAGE, UserError
-from gpt.files import LINE_LIMIT, MAX_JSON_DEPTH, open_regular, read_json, read_lines, read_regular
-from gpt.runs import folder, report
+from gpt.config import events
+from gpt.config.settings import checked
+from gpt.insight import report
+from gpt.runs import folder
 from gpt.runs.record import RunRecord
-from gpt.settings import checked
+from gpt.system.errors import MAX_MESSAGE, UserError
+from gpt.system.files import LINE_LIMIT, MAX_JSON_DEPTH, open_regular, read_json, read_lines, read_regular
 from gpt.training.state import SavedState
 from tests.stress import forged
 

@@ -15,16 +15,16 @@ from conftest import Gpt, more, one_line_of_what_and_what_next
 from models import ROPE_METADATA, loud, rewritten, source_of
 from torch import Tensor
 
-from gpt import gguf_header
-from gpt.config import ARCHITECTURES, GPTConfig, RopeScaling
-from gpt.errors import UserError
+from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.provenance import read_provenance
-from gpt.gguf_header import header
 from gpt.model.decoder import GPT
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import Quantized, to_tensor
 from gpt.runs import checkpoint, folder, gguf_model, model_config
+from gpt.system import gguf_header
+from gpt.system.errors import UserError
+from gpt.system.gguf_header import header
 
 package = pytest.importorskip("gguf")
 

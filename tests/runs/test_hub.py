@@ -15,9 +15,9 @@ from conftest import Done, Gpt, make_text, one_line_of_what_and_what_next, spawn
 from huggingface_hub import constants
 
 import gpt as library
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.runs import checkpoint
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

@@ -16,14 +16,14 @@ from models import CPU
 from safetensors.torch import load_file, save_file, save_model
 
 from gpt import api, load
-from gpt.config import GPTConfig
-from gpt.errors import ModelWarning, UserError
+from gpt.chat import chat
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder
-from gpt.text import chat
-from gpt.text.tokenizer import bytes_tokenizer, train_tokenizer
-from gpt.text.tokenizer_find import find_tokenizer
-from gpt.text.tokenizer_save import save_tokenizer
+from gpt.system.errors import ModelWarning, UserError
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.saving import save_tokenizer
+from gpt.tokenizers.tokenizer import bytes_tokenizer, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

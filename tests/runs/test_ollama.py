@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from conftest import Gpt, one_line_of_what_and_what_next
 
-from gpt.errors import UserError
 from gpt.runs import ollama
+from gpt.system.errors import UserError
 
 KIND = "application/vnd.ollama.image."
 

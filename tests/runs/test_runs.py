@@ -16,15 +16,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 import gpt
-from gpt import files
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
-from gpt.errors import UserError, WorkError
 from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder, hf, model_config
-from gpt.sample_config import SampleConfig
-from gpt.text import tokenizer, tokenizer_import, tokenizer_save
+from gpt.system import files
+from gpt.system.errors import UserError, WorkError
+from gpt.tokenizers import importing, saving, tokenizer
 
 CPU = torch.device("cpu")
 # Keys of config.json before `arch` became a set of properties
@@ -140,8 +140,8 @@ def test_old_gpt2_files_are_loaded(gpt2_folder: Path) -> None:
     old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     old["lm_head.weight"] = old["wte.weight"].clone()
     save_file(old, gpt2_folder / "model.safetensors")
-    gpt2 = tokenizer_import.gpt2_tokenizer()
-    model = tokenizer_save.to_tokenizer_json(gpt2)["model"]
+    gpt2 = importing.gpt2_tokenizer()
+    model = saving.to_tokenizer_json(gpt2)["model"]
     (gpt2_folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
     (gpt2_folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]) + "\n", encoding="utf-8")
     loaded_model = gpt.load(gpt2_folder, device="cpu")
@@ -358,6 +358,6 @@ def test_existing_run_names_get_a_number(workdir: Path) -> None:
 @needs_shared
 def test_checkpoints_contain_the_gpt2_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
-    save_ours(tmp_path / "c", GPTConfig(50_257, 64, 1, 2, 8), tokenizer_import.gpt2_tokenizer())
+    save_ours(tmp_path / "c", GPTConfig(50_257, 64, 1, 2, 8), importing.gpt2_tokenizer())
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "nothing"))  # The checkpoint contains the vocabulary.
     assert_equal_to_transformers(tmp_path / "c")

@@ -11,8 +11,8 @@ from conftest import Gpt, make_text
 from transformers import GenerationConfig
 
 from gpt import api
+from gpt.config.sample import SampleConfig
 from gpt.runs.sampling import read_defaults
-from gpt.sample_config import SampleConfig
 from gpt.serve import server
 
 STORED = {

@@ -25,23 +25,23 @@ from serving import Served, load, served
 
 from gpt import api
 from gpt.api import LanguageModel
+from gpt.chat import chat as template
+from gpt.config.sample import SampleConfig
+from gpt.config.serve import ServeConfig
 from gpt.decoding.engine import Update, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.write import Sample
-from gpt.errors import UserError
-from gpt.inspect import inspect_prompt
+from gpt.insight.inspect import inspect_prompt
+from gpt.insight.passages import TrainingText
+from gpt.insight.report import find_training_tokens
 from gpt.runs import folder
-from gpt.runs.passages import TrainingText
-from gpt.runs.report import find_training_tokens
-from gpt.sample_config import SampleConfig
 from gpt.serve import answers, protocol
 from gpt.serve import server as servers
 from gpt.serve.choices import Choice, Prompt, chat_logprobs, completion_logprobs
-from gpt.serve_config import ServeConfig
-from gpt.text import chat as template
-from gpt.text.backends import ByteBPE
-from gpt.text.boundaries import GPT2_PATTERN
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.system.errors import UserError
+from gpt.tokenizers.backends import ByteBPE
+from gpt.tokenizers.boundaries import GPT2_PATTERN
+from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 PROMPT = "the cat sat on"
 TEMPLATE = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }}\n{% endfor %}a:"

@@ -21,15 +21,15 @@ from conftest import Gpt, more, one_line_of_what_and_what_next, spawn
 from serving import Served, events, load, received, request, served
 
 from gpt.api import LanguageModel
+from gpt.config.sample import SampleConfig
+from gpt.config.serve import ServeConfig
 from gpt.decoding import constraint
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.engine import Engine
-from gpt.errors import UserError
-from gpt.files import Stamps
-from gpt.sample_config import SampleConfig
 from gpt.serve import answers, app, choices, in_flight, server
 from gpt.serve.choices import Prompt
-from gpt.serve_config import ServeConfig
+from gpt.system.errors import UserError
+from gpt.system.files import Stamps
 
 LONG_REQUEST = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}
 

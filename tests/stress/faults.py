@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
-from gpt.errors import UserError
 from gpt.runs import folder
+from gpt.system.errors import UserError
 
 COUNTS = {"kills": 200, "signals": 50, "ranks": 10, "damage": 5000}
 QUICK = {"kills": 20, "signals": 10, "ranks": 10, "damage": 500}
@@ -374,7 +374,7 @@ def small_checkpoint_files() -> dict[str, Any]:
 def read_all(path: Path) -> None:
     import torch
 
-    from gpt.device import Compute
+    from gpt.config.device import Compute
     from gpt.runs import checkpoint
     from gpt.training.optim import make_optimizer
     from gpt.training.state import read_saved_state, read_snapshot
@@ -515,8 +515,8 @@ def damaged_copies(place: Path, count: int) -> DamageResults:
 
 def damaged_tokens(place: Path, count: int) -> DamageResults:
     """Reads damaged copies of a token folder. Ignores damage that changes no id."""
-    from gpt.config import TokenizeConfig
-    from gpt.text.tokenize import tokenize_texts
+    from gpt.config.text import TokenizeConfig
+    from gpt.corpus.tokenize import tokenize_texts
 
     valid_folder = place / "tokens"
     tokenize_texts(
@@ -533,7 +533,7 @@ def damaged_tokens(place: Path, count: int) -> DamageResults:
 
 
 def read_tokens(path: Path) -> str:
-    from gpt.text.token_folder import SIDES, TokenFolder
+    from gpt.corpus.token_folder import SIDES, TokenFolder
 
     tokens = TokenFolder(path)
     tokens.verify()

@@ -23,8 +23,9 @@ from typing import Any, NoReturn
 from unittest import mock
 
 import gpt
+from gpt.corpus.token_folder import SOURCES
+from gpt.documents.sources import MANIFEST, PROGRESS
 from gpt.runs import folder
-from gpt.text.token_folder import MANIFEST, PROGRESS, SOURCES
 from tests.stress.faults import format_outcomes, peak_memory, write_text
 
 CPU_SECONDS, WALL_SECONDS = 20, 300  # Limits per command
@@ -89,8 +90,8 @@ def make(place: Path) -> None:
 
     with safe_open(transformers_folder / part, framework="np") as opened:
         (transformers_folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(opened.keys(), part)}))
-    from gpt.config import TokenizeConfig
-    from gpt.text import tokenize, unfinished_folder
+    from gpt.config.text import TokenizeConfig
+    from gpt.corpus import tokenize, unfinished_folder
 
     tokenize.tokenize_texts([str(text)], TokenizeConfig(out=str(place / "tokens"), tokenizer="bytes", jobs=1))
     with mock.patch.object(unfinished_folder, "finish", side_effect=StepLimit), contextlib.suppress(StepLimit):
@@ -119,7 +120,7 @@ def _sign(name: str) -> Callable[[Path], None]:
 
 
 def _sign_sources(bad: Path) -> None:
-    from gpt.files import file_sha256
+    from gpt.system.files import file_sha256
 
     with contextlib.suppress(ValueError, TypeError, KeyError):
         manifest = json.loads((bad / MANIFEST).read_text())

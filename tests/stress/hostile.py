@@ -39,7 +39,7 @@ import typer
 from gpt_cli import main as cli
 
 import gpt
-from gpt.config import TrainConfig
+from gpt.config.train import TrainConfig
 
 PATIENCE = 4.0  # Seconds until a case is interrupted
 GRACE = 60.0  # Seconds from interrupt to kill; a kill is an error

@@ -17,11 +17,11 @@ from torch._dynamo.utils import counters
 
 import gpt
 from gpt import SampleConfig
+from gpt.config.device import Compute
 from gpt.decoding import token_step, weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
-from gpt.device import Compute
-from gpt.evaluate import Window, total_loss
+from gpt.insight.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import Recipe, plan

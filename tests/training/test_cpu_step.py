@@ -12,10 +12,10 @@ import torch
 from conftest import more
 from models import FAMILIES
 
-from gpt import programs
-from gpt.config import GPTConfig
-from gpt.device import Compute
+from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT
+from gpt.system import programs
 from gpt.training.cpu_step import GradientProgram
 from gpt.training.step import Objective
 

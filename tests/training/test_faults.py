@@ -22,10 +22,11 @@ from conftest import TINY, Done, Gpt, more, one_line_of_what_and_what_next, send
 from safetensors.torch import save
 
 import gpt as library
-from gpt import events, files
-from gpt.errors import Interrupted, WorkError
-from gpt.interrupt import Stopped, StopSignal
+from gpt.config import events
 from gpt.runs import checkpoint, folder, tensors
+from gpt.system import files
+from gpt.system.errors import Interrupted, WorkError
+from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training import checkpointing
 from tests.stress import faults
 
@@ -384,7 +385,7 @@ def test_save_in_progress_completes_when_the_run_fails(text: Path, monkeypatch: 
 @pytest.mark.slow
 def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
     run = killed_run
-    code = f"from gpt.files import locked; from pathlib import Path; locked(Path({str(run)!r}), '').__enter__(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    code = f"from gpt.system.files import locked; from pathlib import Path; locked(Path({str(run)!r}), '').__enter__(); import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -signal.SIGKILL
     assert (run / ".lock").exists()
     assert library.resume(run).steps == 30
@@ -432,7 +433,7 @@ def test_only_a_later_ctrl_c_is_a_second_request(
     monkeypatch: pytest.MonkeyPatch, first: int, later_signals: list[tuple[float, int]], is_final: bool
 ) -> None:
     now, calls = 100.0, list[str]()
-    monkeypatch.setattr("gpt.interrupt.time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr("gpt.system.interrupt.time", SimpleNamespace(monotonic=lambda: now))
     with StopSignal(on_first=lambda signum: calls.append("first"), on_second=lambda signum: calls.append("second")):
         send(first)
         for seconds, signum in later_signals:

@@ -11,13 +11,14 @@ from conftest import Gpt, make_text, one_line_of_what_and_what_next, slow, train
 from models import save
 
 import gpt as library
-from gpt import events
-from gpt.config import PRESETS, GPTConfig, TrainConfig
-from gpt.files import file_sha256
+from gpt.config import events
+from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.train import TrainConfig
 from gpt.model.decoder import GPT
 from gpt.model.params import nearest_preset
 from gpt.runs import checkpoint
-from gpt.text.tokenizer import bytes_tokenizer
+from gpt.system.files import file_sha256
+from gpt.tokenizers.tokenizer import bytes_tokenizer
 from gpt.training import finetune
 from gpt.training.recipe import auto_optimizer
 

@@ -17,14 +17,14 @@ from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
 import gpt
-from gpt import events
-from gpt.config import PRESETS, GPTConfig
-from gpt.device import Compute
+from gpt.config import events
+from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown, flops_per_token
-from gpt.peaks import peak_flops
 from gpt.runs import folder
+from gpt.system.peaks import peak_flops
 from gpt.training import logs
 from gpt.training.run import resume
 
@@ -319,7 +319,7 @@ def test_mfu_is_reported_when_the_peak_is_known(
     text: Path, gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
-    monkeypatch.setattr("gpt_cli.progress.LINE_SECONDS", 0)
+    monkeypatch.setattr("gpt_cli.show.progress.LINE_SECONDS", 0)
     options = [word for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), str(value))]
     done = gpt("train", text, "--steps", "5", *options)
     assert done.code == 0, done.err

@@ -10,10 +10,10 @@ import torch
 from conftest import FAST, Gpt, assert_same, one_line_of_what_and_what_next, state_of, train
 
 import gpt as library
-from gpt import events
-from gpt.errors import WorkError
+from gpt.config import events
 from gpt.model.decoder import GPT
 from gpt.runs import folder
+from gpt.system.errors import WorkError
 from gpt.training import memory_probe
 
 Limit = Callable[..., None]

@@ -16,12 +16,12 @@ from ranks import make_killed_after
 from safetensors.torch import load_file, save_file
 
 import gpt as library
-from gpt import events
-from gpt.errors import Interrupted, UserError, WorkError
+from gpt.config import events
 from gpt.runs import checkpoint, folder
+from gpt.system.errors import Interrupted, UserError, WorkError
+from gpt.system.words import counted
 from gpt.training import step as stepping
 from gpt.training.time_budget import Clock
-from gpt.words import counted
 
 STEPS = 12
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400, "steps": STEPS, "eval_every": 4, "dropout": 0.1}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from conftest import TINY, facts, resolved
 
-from gpt.config import Arch, TrainConfig
-from gpt.device import Compute
+from gpt.config.device import Compute
+from gpt.config.model import Arch
+from gpt.config.train import TrainConfig
 from gpt.parallel.world import World
 from gpt.training import measuring, recipe, size
 from gpt.training.size import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes

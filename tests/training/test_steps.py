@@ -13,12 +13,14 @@ import torch
 from conftest import facts, losses, resolved, slow, train, weights
 
 import gpt
-from gpt import events, programs
-from gpt.config import PRESETS, TrainConfig
-from gpt.device import Compute, Download
-from gpt.errors import Interrupted, UserError
+from gpt.config import events
+from gpt.config.device import Compute, Download
+from gpt.config.model import PRESETS
+from gpt.config.train import TrainConfig
 from gpt.model import memory
 from gpt.model.decoder import GPT
+from gpt.system import programs
+from gpt.system.errors import Interrupted, UserError
 from gpt.training import recipe
 from gpt.training import step as stepping
 from gpt.training.cpu_step import GradientProgram

@@ -33,15 +33,18 @@ from ranks import copy_killed_run
 from safetensors.torch import load_file
 
 import gpt as library
-from gpt import events, programs
-from gpt.config import Arch, GPTConfig, TrainConfig
-from gpt.errors import Interrupted, UserError
-from gpt.interrupt import StopSignal
+from gpt.config import events
+from gpt.config.model import Arch, GPTConfig
+from gpt.config.train import TrainConfig
+from gpt.corpus.batches import Batches
+from gpt.insight import report
 from gpt.model.loss import IGNORED, decode_probabilities, encode_probabilities, tied_cross_entropy
 from gpt.model.memory import Setup, count_step_memory
 from gpt.parallel.world import World
-from gpt.runs import folder, report
-from gpt.text.batches import Batches
+from gpt.runs import folder
+from gpt.system import programs
+from gpt.system.errors import Interrupted, UserError
+from gpt.system.interrupt import StopSignal
 from gpt.training import loop, recipe
 from gpt.training.context import Session
 from gpt.training.optim import make_optimizer

@@ -15,17 +15,19 @@ import torch
 from conftest import FAST, TINY, Gpt, facts, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
 
 import gpt
-from gpt import events, programs
-from gpt.config import PRESETS, GPTConfig, TrainConfig
-from gpt.device import Compute, pick
-from gpt.errors import UserError, WorkError
-from gpt.interrupt import StopSignal
+from gpt.config import events
+from gpt.config.device import Compute, pick
+from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.settings import from_dict, to_toml
+from gpt.config.train import TrainConfig
+from gpt.corpus.batches import Batches
+from gpt.corpus.token_folder import TokenFolder
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import folder
-from gpt.settings import from_dict, to_toml
-from gpt.text.batches import Batches
-from gpt.text.token_folder import TokenFolder
+from gpt.system import programs
+from gpt.system.errors import UserError, WorkError
+from gpt.system.interrupt import StopSignal
 from gpt.training import evaluation, recipe, schedule
 from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer

@@ -12,7 +12,7 @@ from unittest import mock
 from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, THIRTY_STEPS, TWELVE_STEPS, copy_killed_run, steady_clock
 
 import gpt
-from gpt import events
+from gpt.config import events
 from gpt.runs import checkpoint
 from gpt.training import evaluation
 

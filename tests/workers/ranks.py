@@ -20,10 +20,10 @@ from unittest import mock
 import torch
 
 import gpt
-from gpt import events
+from gpt.config import events
+from gpt.config.sample import SampleConfig
 from gpt.model.decoder import Block
 from gpt.parallel import world
-from gpt.sample_config import SampleConfig
 from gpt.training import evaluation, memory_probe
 from gpt.training import step as stepping
 from gpt.training.checkpointing import Checkpointer

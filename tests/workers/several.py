@@ -16,7 +16,7 @@ from parts import FAMILY_SHAPES
 from ranks import SAMPLE, TEXTS, THIRTY_STEPS, to_options
 
 import gpt as library
-from gpt.config import GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.parallel.launch import LaunchResult, launch
 from gpt.runs import folder
 from tests.stress.faults import process_of

@@ -1,0 +1,314 @@
+"""The interactive mode of ``gpt chat`` and ``gpt sample -i``."""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gpt.config.sample import SampleConfig
+from gpt.system.errors import UserError, check_text, did_you_mean
+from gpt.system.files import user_folder
+from gpt.system.words import counted
+
+from .. import inputs
+from ..show import progress, render, terminal
+
+if TYPE_CHECKING:
+    from gpt.api import LanguageModel
+
+PLAIN_HELP = """\
+TEXT             continues the text; end a line with \\ to continue on the next, or put \"\"\" before and after
+/retry           generates another text from the same prompt
+/more            continues the text where it ended
+"""
+CHAT_HELP = """\
+TEXT             sends a message; end a line with \\ to continue on the next, or put \"\"\" before and after
+/retry           generates another answer
+/more            continues the answer where it ended
+/system TEXT     sets the system message; without TEXT, removes it
+/clear           starts a new conversation
+"""
+HELP = """\
+/set             lists the settings; /set NAME VALUE changes one: /set temperature 0.7
+/model PATH      loads another model
+/help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
+QUOTES = '"""'
+UNUSED = ("batch", "logprobs", "echo_logprobs")  # Settings without effect on a conversation.
+HISTORY_LINES = 1000
+
+
+class Interaction:
+    """Reads prompts and commands until the input ends. With a chat template, prompts form a conversation. Otherwise the
+    model continues each prompt."""
+
+    def __init__(
+        self,
+        loaded: "LanguageModel",
+        load: Callable[[str], "LanguageModel"],
+        chosen: SampleConfig,
+        given: Collection[str],
+        seed: int | None,
+    ) -> None:
+        self.loaded, self.load, self.chosen, self.given = loaded, load, chosen, {*given}
+        self.settings = loaded.sampling.apply(chosen, given, render.note)
+        self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
+        self.messages: list[dict[str, str]] = []  # The conversation without the system message.
+        self.finish_reason = ""  # Of the last answer; "" if it was interrupted.
+        self.system = ""
+        self.index = 0  # Index of the current sample for this prompt.
+        self.commands: dict[str, Callable[[str], object]] = {
+            "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
+            "/clear": self._clear_messages, "/set": self._change_setting, "/model": self._change_model,
+            "/help": self._print_help,
+            **dict.fromkeys(("/quit", "/exit", "/bye"), lambda _: sys.exit(0)),
+        }  # fmt: skip
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether the model has a chat template."""
+        return self.loaded.tokenizer.chat_template is not None
+
+    def run(self) -> None:
+        """Reads and handles lines until stdin ends. Raises `UserError` if there is no stdin."""
+        if sys.stdin is None:
+            raise UserError("there is no standard input to read", "gpt sample PROMPT needs none")
+        with contextlib.suppress(AttributeError, ValueError):
+            sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
+        if sys.stdin.isatty():
+            what = "messages" if self.is_chat else "prompts"
+            render.note(f"enter {what}; /help lists commands, Ctrl-D exits")
+        with _readline_history():
+            while (words := read_prompt()) is not None:
+                try:
+                    self.handle(words)
+                except UserError as error:
+                    render.error(error.message, error.hint)
+                except KeyboardInterrupt:
+                    continue  # Ctrl-C only stops the current text.
+
+    def handle(self, words: str) -> None:
+        """Runs a command, continues a prompt or answers a message. Raises `UserError`."""
+        check_text("the line", words)
+        if not words.startswith("/") or words.startswith("//"):
+            content = words.removeprefix("/") if words.startswith("//") else words
+            self.index = 0
+            self._answer([*(self.messages if self.is_chat else []), {"role": "user", "content": content}])
+            return
+        name, _, rest = words.partition(" ")
+        if name not in self.commands:
+            raise UserError(f"there is no command {name}", did_you_mean(name, self.commands) or "/help lists them")
+        self.commands[name](rest.strip())
+
+    def _retry(self, _: str) -> None:
+        if not self.messages:
+            raise UserError("there is no prompt yet", "enter one")
+        self.index += 1
+        self._answer(self.messages[:-1])
+
+    def _continue_answer(self, _: str) -> None:
+        if not self.messages:
+            raise UserError("there is no text yet", "enter a prompt")
+        if self.finish_reason in ("eot", "stop"):
+            raise UserError("the text is complete", "/retry generates another one")
+        self._answer(self.messages[:-1], self.messages[-1]["content"])
+
+    def _answer(self, messages: list[dict[str, str]], start: str | None = None) -> None:
+        """Answers the last message or, if an answer's ``start`` is given, extends it. After an error, or if Ctrl-C
+        comes before any text, the conversation is as before."""
+        before, settings, size = (self.messages, self.finish_reason), self.settings, self.loaded.model.config.block_size
+        text = start or ""
+        prompt: str | list[int] = messages[-1]["content"] + text
+        if self.is_chat:
+            prompt, messages = self._chat_prompt(messages, self.loaded.tokenizer.encode(text, continues=True).tolist())
+            settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
+        elif start is None:
+            terminal.write(messages[-1]["content"])
+        writing = self.loaded.write(prompt, settings, self.seed, self.index)
+        try:
+            for piece in writing:
+                terminal.write(piece)
+                text += piece
+                if piece:
+                    self.messages, self.finish_reason = [*messages, {"role": "assistant", "content": text}], ""
+        except UserError:
+            self.messages, self.finish_reason = before
+            raise
+        finally:
+            terminal.write("\n")
+        self.messages = [*messages, {"role": "assistant", "content": text}]
+        self.finish_reason = writing.sample.finish_reason
+        render.context_notes([(writing.sample.dropped, writing.sample.slid)], size)
+        if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
+            render.note(f"the context of {size:,} tokens is full: /more drops the oldest messages, /clear all of them")
+        elif self.finish_reason == "length":
+            render.note(f"stopped at {counted(settings.max_tokens, 'token')}: /more continues")
+
+    @property
+    def _max_tokens(self) -> int:
+        """The limit of a text. By default, an answer can use the rest of the context."""
+        return self.settings.max_tokens if "max_tokens" in self.given or not self.is_chat else sys.maxsize
+
+    def _chat_prompt(self, messages: list[dict[str, str]], start: list[int]) -> tuple[list[int], list[dict[str, str]]]:
+        """Returns the conversation's ids, followed by the ``start`` of the answer, and its messages. Drops the oldest
+        turns to make room for ``max_tokens`` or a quarter of the context, whichever is less."""
+        from gpt.chat import chat
+
+        size, total = self.loaded.model.config.block_size, len(messages)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        while True:
+            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages]) + start
+            later_turns = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
+            if len(ids) + min(self._max_tokens, size // 4) <= size or not later_turns:
+                break
+            messages = messages[later_turns[0] :]
+        if len(ids) >= size:
+            raise UserError(
+                f"the last message and its answer have {len(ids):,} tokens, which fill the context of {size:,}",
+                "send a shorter message, or /clear starts a new conversation",
+            )
+        if dropped := total - len(messages):
+            render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
+        return ids, messages
+
+    def _set_system(self, text: str) -> None:
+        self._require_chat("/system")
+        self.system = text
+        render.note(f"the system message is {'set' if text else 'removed'}")
+
+    def _clear_messages(self, _: str) -> None:
+        self._require_chat("/clear")
+        self.messages = []
+        render.note("this is a new conversation")
+
+    def _require_chat(self, command: str) -> None:
+        if not self.is_chat:
+            raise UserError(
+                f"{command} needs a chat template, which {self.loaded.path} does not have",
+                "a model trained with gpt train --chat has one",
+            )
+
+    def _print_help(self, _: str) -> None:
+        terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")
+
+    def _change_setting(self, words: str) -> None:
+        name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
+        key, name = name.replace("-", "_"), name.replace("_", "-")
+        if key in UNUSED:
+            raise UserError(f"{name} has no effect in a conversation", "/set lists the settings")
+        if (key, value) == ("json_schema", "-"):
+            raise UserError("a conversation cannot read its schema from stdin", "name a file")
+        if name:
+            chosen = self.chosen.changed(name, value.strip())
+            self.chosen = resolve_constraint(chosen, {}) if key == "json_schema" else chosen
+            self.given.add(key)
+            self.settings = self.loaded.sampling.apply(self.chosen, self.given)
+        panels = ("Text", "Sampling", *(["Beam search"] if self.settings.beam else []))
+        for field in dataclasses.fields(self.settings):
+            setting = getattr(self.settings, field.name)
+            if field.name == "max_tokens" and self._max_tokens > setting:
+                setting = "the rest of the context"
+            elif isinstance(setting, tuple):
+                setting = ", ".join(setting) or "off"
+            elif type(setting) in (bool, str) or field.metadata["shown"] == "off":
+                setting = "on" if setting is True else setting or "off"
+            line = " ".join(f"{field.name.replace('_', '-')} {setting}".split())[:80]
+            if field.name == key:
+                render.note(line)
+            elif not name and field.metadata["panel"] in panels:
+                terminal.write(line + "\n")
+
+    def _change_model(self, path: str) -> None:
+        if not path:
+            terminal.write(f"{self.loaded.path}\n")
+            return
+        self.loaded = self.load(path)
+        self.settings = self.loaded.sampling.apply(self.chosen, self.given, render.note)
+
+
+def converse(
+    settings: SampleConfig,
+    given: Collection[str],
+    model: str | None,
+    base: str | None,
+    seed: int | None,
+    device: str,
+    dtype: str,
+    threads: int | None,
+) -> None:
+    """Loads a model and runs an `Interaction` with it."""
+    with progress.startup_spinner(quiet=False):
+        from gpt import api
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    Interaction(load(model, base=base), load, settings, given, seed).run()
+
+
+def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:
+    """Splits ``choices`` at commas and reads the schema file. Raises `UserError` for an empty constraint."""
+    settings = settings.changed("choices", ",".join(settings.choices))
+    if empty := next((name for name in ("choices", "regex", "json_schema") if name in given and not given[name]), None):
+        raise UserError(f"--{empty.replace('_', '-')} is empty", "leave it out to allow any text")
+    if settings.json_schema:
+        schema = inputs.read_text(None, Path(settings.json_schema), "JSON schema", "--json-schema")
+        if not schema.strip():
+            raise UserError(f"{settings.json_schema} is empty", 'a schema is a JSON object, such as {"type": "object"}')
+        settings = replace(settings, json_schema=schema)
+    return settings
+
+
+def read_prompt() -> str | None:
+    """Reads a prompt or command of one or more lines. Returns None at the end of stdin."""
+    lines: list[str] = []
+    block = False
+    while True:
+        try:
+            line = input(("… " if lines or block else "> ") if sys.stdin.isatty() else "").removeprefix("\ufeff")
+        except EOFError:
+            return "\n".join(lines) if lines else None
+        except KeyboardInterrupt:  # Ctrl-C discards the lines typed so far.
+            terminal.write("\n")
+            lines, block = [], False
+            continue
+        if not lines and not block and line.startswith(QUOTES):
+            block, line = True, line.removeprefix(QUOTES)
+            if not line:
+                continue
+        if block:
+            end = line.endswith(QUOTES)
+            lines.append(line.removesuffix(QUOTES) if end else line)
+            if end:
+                return "\n".join(lines)
+        elif line.endswith("\\"):
+            lines.append(line.removesuffix("\\"))
+        else:
+            return "\n".join([*lines, line])
+
+
+@contextlib.contextmanager
+def _readline_history() -> Iterator[None]:
+    try:
+        import readline
+    except ImportError:  # Windows
+        yield
+        return
+    if not sys.stdin.isatty():
+        yield
+        return
+    with contextlib.suppress(OSError, UserError):  # The history file is optional.
+        readline.read_history_file(_history_path())
+    readline.set_history_length(HISTORY_LINES)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError, UserError):
+            readline.write_history_file(_history_path())
+
+
+def _history_path() -> Path:
+    folder = user_folder("state")
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "history"

@@ -1,0 +1,58 @@
+"""``gpt report``."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gpt.system.errors import UserError
+
+from ..options import Json, OutPage, Quiet
+from ..show import page, progress, render
+
+if TYPE_CHECKING:
+    from gpt.insight.report import Report
+
+
+def report(
+    runs: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="RUN", help="Run folders, or files with the curves of other programs", show_default="the newest run"
+        ),
+    ] = None,
+    out: OutPage = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show the curves, settings and samples of runs. Samples are compared with the training text, to find copied spans;
+    several runs are overlaid.
+
+    gpt report
+    gpt report runs/book -o report.html
+    gpt report runs/a runs/b
+    """
+    page.check_out(out, ".html")
+    run_reports = _read_reports(runs, quiet)
+    from ..show import render_report, views_report
+
+    if json:
+        for run_report in run_reports:
+            render.json_line(views_report.report_data(run_report))
+    if out is not None:
+        title = ", ".join(run_report.name for run_report in run_reports)
+        page.write(out, page.html("report", f"report: {title}", views_report.report_page(run_reports)), json)
+    elif not json:
+        render_report.reports(run_reports)
+
+
+def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":
+    with progress.startup_spinner(quiet):
+        from gpt.insight import report as reports
+    paths = [reports.find_run(word) for word in runs] if runs else [reports.find_run(None)]
+    if len(set(paths)) < len(paths):
+        raise UserError("the same run was given twice", "give each run once")
+    run_reports = []
+    for path in paths:
+        with progress.Bar("compared", "tokens", quiet) as bar:
+            run_reports.append(reports.report(path, bar.reach))
+    return run_reports

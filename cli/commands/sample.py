@@ -1,0 +1,180 @@
+"""``gpt sample``."""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpt.config.sample import SampleConfig
+from gpt.system.errors import UserError
+from gpt.system.words import counted
+
+from .. import inputs
+from ..options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
+from ..show import progress, render, views_results
+from .interactive import UNUSED, converse, resolve_constraint
+
+if TYPE_CHECKING:
+    from gpt.api import LanguageModel
+    from gpt.decoding.prompts import Results
+    from gpt.decoding.write import Piece
+
+MAX_VALUES = {"num": 2**63 - 1, "seed": 2**53}
+
+
+@takes(SampleConfig)
+def sample(
+    settings: SampleConfig,
+    given: dict[str, Any],
+    prompt: Annotated[
+        str | None, typer.Argument(help="Text to continue", show_default="a new document")
+    ] = None,
+    model: Model = None,
+    base: Base = None,
+    prompt_file: PromptFile = None,
+    prompts: Annotated[
+        Path | None,
+        option(help='Many prompts: JSON lines of {"prompt": …}; - is stdin', rich_help_panel="Text"),
+    ] = None,
+    num: Annotated[int, option("--num", "-N", help="Number of samples, or of beams to return")] = 1,
+    seed: Seed = None,
+    no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt", rich_help_panel=OUTPUT)] = False,
+    json: Json = False,
+    quiet: Quiet = False,
+    out: Annotated[
+        Path | None,
+        option("--out", "-o", help="Write JSON lines to FILE, and resume an incomplete one",
+               show_default="stdout", rich_help_panel=OUTPUT),
+    ] = None,
+    interactive: Annotated[
+        bool, option("--interactive", "-i", help="Chat, or enter prompt after prompt; /help lists commands")
+    ] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+) -> None:  # fmt: skip
+    """Generate text from a prompt.
+
+    gpt sample "Once upon a time"
+    gpt sample "Once upon a time" -m runs/book -t 0.5 -n 100
+    gpt sample -N 3 --top-p 0.9 -m hf:Qwen/Qwen3-0.6B
+    """
+    check_numbers(num, seed)
+    settings = resolve_constraint(settings, given)
+    if interactive:
+        if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
+            raise UserError(
+                "--interactive cannot be combined with a prompt, --prompts, --out, --json, --quiet or --num",
+                "leave one of them out",
+            )
+        for name in [*(name for name in UNUSED if name in given), *["no_echo"] * no_echo]:
+            render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
+        converse(settings, given, model, base, seed, device, dtype, threads)
+        return
+    settings.check_num(num)
+    note: Callable[[str], None] = (lambda text: None) if quiet else render.note
+    texts = _read_prompts(prompt, prompt_file, prompts)
+    if (settings.logprobs is not None or settings.echo_logprobs) and not json and out is None:
+        raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
+    with progress.startup_spinner(quiet=json or quiet):
+        from gpt import api
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
+    settings = loaded.sampling.apply(settings, given, note)
+    _note_ineffective(settings, given, note)
+    if out is not None:
+        count = _write_file(loaded, texts, settings, seed, num, out, quiet)
+        if not json:
+            render.fact("saved", f"{out}  ({counted(count, 'sample')})")
+        return
+    if seed is None:
+        seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
+    overflows: set[tuple[int, bool]] = set()
+    pieces = _collect_overflows(loaded.write_all(texts, settings, seed, num), overflows)
+    if json:
+        for values in _collect_samples(loaded, pieces, texts, seed if settings.draws else None):
+            render.json_line(values)
+    else:
+        render.stream(pieces, texts, num, not no_echo)
+    if not quiet:
+        render.context_notes(overflows, loaded.model.config.block_size)
+
+
+def _collect_overflows(pieces: Iterable["Piece"], overflows: set[tuple[int, bool]]) -> Iterator["Piece"]:
+    for piece in pieces:
+        yield piece
+        if piece.sample is not None:
+            overflows.add((piece.sample.dropped, piece.sample.slid))
+
+
+def _collect_samples(
+    loaded: "LanguageModel", pieces: Iterable["Piece"], texts: Sequence[str], seed: int | None
+) -> Iterator[dict[str, Any]]:
+    for piece in pieces:
+        if piece.sample is not None:
+            yield views_results.sample(piece, texts[piece.prompt], seed, loaded.tokenizer)
+
+
+def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
+    if prompts is None:
+        return [inputs.read_text(prompt, prompt_file, "prompt", "--prompt-file")]
+    if prompt is not None or prompt_file is not None:
+        raise UserError("a prompt and --prompts were both given", "give only one of them")
+    from gpt.decoding.prompts import parse_prompts
+
+    return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
+
+
+def check_numbers(num: int, seed: int | None) -> None:
+    """Raises `UserError` if ``num`` or ``seed`` is out of range."""
+    for name, value, minimum in (("num", num, 1), ("seed", seed, 0)):
+        if value is not None and not minimum <= value <= MAX_VALUES[name]:
+            raise UserError(f"{name} is {value}; it must be a whole number from {minimum} to {MAX_VALUES[name]:,}")
+
+
+def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:
+    """Prints notes about given options without effect."""
+    draws_with = [*(["temperature"] if settings.temperature else []), "top_k", "top_p", "min_p"]
+    greedy = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
+    for applies, names, where in (
+        (settings.constraint, ["speculate"], "with structured output"),
+        (settings.beam, ["speculate"], "with --beam"),
+        (not settings.beam, ["length_penalty", "early_stopping"], "without --beam"),
+        (not settings.draws, draws_with, f"with {greedy}"),
+    ):
+        flags = [f"--{name.replace('_', '-')}" for name in names if name in given]
+        if applies and flags:
+            note(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {where}")
+
+
+def _write_file(
+    loaded: "LanguageModel", texts: list[str], config: SampleConfig, seed: int | None, num: int, out: Path, quiet: bool
+) -> int:
+    """Writes samples to ``out``, which can have some already. Returns their number."""
+    from gpt.decoding.prompts import Results
+
+    with closing(Results(out, texts)) as results, progress.Bar("wrote", "samples", quiet) as bar:
+        seed = _choose_seed(config, seed, results, quiet)
+        if results.done and not quiet:
+            render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
+        pieces = loaded.write_all(texts, config, seed, num, results.done)
+        for values in _collect_samples(loaded, pieces, texts, seed if config.draws else None):
+            results.add(values)
+            bar.reach(results.count, len(texts) * num)
+        return results.count
+
+
+def _choose_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
+    """Returns the requested seed, the seed of an existing file, or a random seed."""
+    if results.done and (results.seed is not None) != settings.draws:
+        raise UserError(
+            f"{results.path} was written with different settings", "use the same settings, or choose another file"
+        )
+    if results.seed is not None and seed not in (None, results.seed):
+        raise UserError(
+            f"{results.path} has seed {results.seed}, not {seed}", "leave out --seed, or choose another file"
+        )
+    if seed is None:
+        seed = results.seed
+    return render.draw_seed(announce=settings.draws and not quiet) if seed is None else seed

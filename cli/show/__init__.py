@@ -1,0 +1,1 @@
+"""Results as JSON, text, pages and pictures. Knows no command."""

@@ -1,0 +1,241 @@
+"""Prints the results of ``gpt data``, ``tokenize`` and ``tokenizer``: corpora, token folders and vocabularies."""
+
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+from rich.text import Text
+
+from gpt.config.events import format_seconds
+from gpt.system.words import counted
+
+from . import render, terminal, views_results
+
+if TYPE_CHECKING:
+    from gpt.corpus.repeats import Listing
+    from gpt.corpus.token_folder import TokenFolder
+    from gpt.corpus.vocabulary import Usage
+    from gpt.documents.catalogue import CatalogueEntry
+    from gpt.tokenizers.tokenizer import Tokenizer
+
+SPLITS = {
+    "end": "the end of the text is held out",
+    "hash": "documents are chosen by a hash of the seed and the text",
+    "text": "a separate text is held out",
+    "nothing": "nothing is held out",
+}
+
+
+def format_size(size: int | None) -> str:
+    """Formats a size in up to three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
+    if size is None:
+        return ""
+    value, units = float(size), ["bytes", "kB", "MB", "GB"]
+    while value >= 999.5 and len(units) > 1:
+        value, units = value / 1000, units[1:]
+    return f"{value:,.0f} {units[0]}" if value >= 99.95 else f"{value:.1f} {units[0]}".replace(".0 ", " ")
+
+
+def corpora(entries: "Sequence[CatalogueEntry]") -> None:
+    """Prints a line per corpus."""
+    table = render.table("Corpus", "What", ">Size", "License", "")
+    table.columns[3].max_width = 13 if terminal.stdout().width < 120 else None
+    for at in (0, 2, 4):
+        table.columns[at].no_wrap = True
+    for entry in entries:
+        status = views_results.status(entry)
+        table.add_row(entry.name, entry.title, format_size(entry.size), entry.license, status)
+    render.show(table, Text("gpt data show NAME prints details; gpt train NAME downloads missing files.", "dim"))
+
+
+def corpus(entry: "CatalogueEntry", data: dict[str, Any]) -> None:
+    """Prints a corpus in detail."""
+    rows = {
+        "what": entry.title,
+        "about": entry.about,
+        "license": entry.license,
+        "language": entry.language,
+        "homepage": entry.homepage,
+        "size": ("about " if entry.python else "") + format_size(entry.size),
+        "text": f'the column "{entry.field}"; its rows are {entry.rows}' if entry.field else "whole files",
+        "status": data["status"],
+        "folder": data["folder"] or "",
+    }
+    render.show(Text(entry.name, "bold"), render.key_value_table(rows))
+    if not data["files"]:
+        return
+    table = render.table("File", "For", ">Bytes", "sha256", "")
+    for column in table.columns:
+        column.overflow = "fold"
+    for file in data["files"]:
+        size = "" if file["size"] is None else f"{file['size']:,}"
+        status = "here" if file["here"] else "to fetch"
+        table.add_row(file["name"], file["split"], size, file["sha256"] or "none published", status)
+    render.show(table)
+
+
+def fetched(data: dict[str, Any]) -> None:
+    """Prints the result of ``gpt data fetch``: the folder and a training command."""
+    location = f"{data['folder']}  ({counted(len(data['files']), 'file')}, {data['bytes']:,} bytes)"
+    render.fact("here", location if data["folder"] else "part of Python: nothing to download")
+    render.fact("train", data["train"])
+
+
+def token_folder(folder: "TokenFolder", verified: bool) -> None:
+    """Prints a token folder in detail."""
+    render.fact("folder", str(folder.path))
+    _print_splits(folder)
+    manifest, skipped = folder.manifest, folder.manifest["skipped"]
+    rows = {
+        "tokenizer": f"{folder.tokenizer.name}, {folder.tokenizer.vocab_size:,} ids",
+        "split": SPLITS[manifest["split"]["by"]],
+        "sources": f"{manifest['sources']['count']:,}",
+        "shards": f"{len(folder.shards):,}" + (", all checksums match" if verified else ""),
+        "replaced": counted(manifest["replaced"], "invalid byte") if manifest["replaced"] else "",
+        "left out": counted(skipped, "file, line or row", "files, lines or rows") if skipped else "",
+    }
+    render.show(render.key_value_table(rows))
+    _print_next_command(folder)
+
+
+def tokens(folder: "TokenFolder", data: dict[str, Any]) -> None:
+    """Prints a newly created token folder."""
+    throughput = data["bytes_per_second"]
+    rate = "" if throughput is None else f", {throughput / 1e6:,.1f} MB/s"
+    render.fact("saved", f"{folder.path}  ({format_seconds(data['seconds'])}{rate})")
+    _print_splits(folder)
+    _print_next_command(folder)
+
+
+def _print_splits(folder: "TokenFolder") -> None:
+    for split in ("train", "val"):
+        counts = folder.manifest[split]
+        size = f"{counted(counts['tokens'], 'token')} of {counted(counts['bytes'], 'byte')}"
+        render.fact(split, f"{size}, {counted(counts['documents'], 'document')}")
+
+
+def _print_next_command(folder: "TokenFolder") -> None:
+    if folder.manifest["train"]["tokens"]:
+        render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
+    else:
+        render.show("nothing to train on: all of the text is held out")
+
+
+SHOWN_REPEATS = 10  # Maximum repeats of a kind in the terminal. JSON has more.
+
+
+def repeats(listing: "Listing") -> None:
+    """Prints the repeats of a token folder."""
+    summary, copies = listing.summary(), listing.copies()
+    share = f"{summary['copied_share']:.1%} of the text"
+    render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
+    _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
+    for label, share, rows in (
+        ("repeated passages", f"{summary['repeated_share']:.1%} of the training text", listing.passages("train")),
+        (
+            "held-out passages in the training text",
+            f"{summary['held_out_share']:.1%} of the held-out text",
+            listing.passages("val"),
+        ),
+    ):
+        render.fact(label, share)
+        _print_repeats("First in", ((r["text"], _places(r), _place(r["first"])) for r in rows))
+
+
+def example_copies(data: dict[str, Any]) -> None:
+    """Prints the pairs or conversations that are equal to an earlier one."""
+    render.fact("copies", f"{data['copies']:,} of {counted(data['documents'], 'example')}")
+    _print_repeats("Copy of", ((row["text"], row["copy"], row["original"]) for row in data["repeated_documents"]))
+
+
+def _print_repeats(origin: str, rows: Iterable[tuple[str, str, str]]) -> None:
+    table = render.table("Text", "Document", origin)
+    table.columns[0].max_width, table.columns[0].no_wrap, table.columns[0].overflow = 60, True, "ellipsis"
+    for text, place, first in islice(rows, SHOWN_REPEATS):
+        table.add_row(*map(Text, (" ".join(text.split()), place, first)))
+    if table.row_count:
+        render.show(table)
+
+
+def _places(passage: dict[str, Any]) -> str:
+    more = passage["repeats"] - 1
+    return _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
+
+
+def _place(place: dict[str, Any]) -> str:
+    side = "held-out" if place["side"] == "val" else "training"
+    return f"{side} {place['document']:,}" + (f": {place['file']}" if place["file"] else "")
+
+
+def write_bytes(data: bytes) -> None:
+    """Writes bytes to stdout unchanged, or as text on a terminal."""
+    if sys.stdout.isatty():
+        terminal.write(data.decode("utf-8", "backslashreplace"))
+        return
+    sys.stdout.flush()
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def trained_tokenizer(data: dict[str, Any]) -> None:
+    """Prints the result of ``gpt tokenizer train``."""
+    total = data["bytes"]
+    sample = f"{total:,} bytes" if data["sampled_bytes"] == total else f"{data['sampled_bytes']:,} of {total:,} bytes"
+    seconds = format_seconds(data["seconds"])
+    render.fact("saved", f"{data['out']}  ({data['vocab_size']:,} ids from {sample} in {seconds})")
+    render.fact("more", f"gpt tokenizer show {shlex.quote(data['out'])}")
+
+
+def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> None:
+    """Prints a vocabulary, and how much of it a text uses."""
+    from gpt.corpus import vocabulary
+
+    lengths, tokens = vocabulary.lengths(tokenizer), vocabulary.find_longest(tokenizer, longest)
+    counts = ["tokens", *(f"{count:,}" for count in lengths.values())]
+    columns = ("Bytes per token", *(f">{column}" for column in lengths))
+    render.show(_facts_table(tokenizer, usage), render.table(*columns, rows=[counts]))
+    if tokens:
+        render.show(_token_table("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
+    if usage is not None:
+        rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in usage.frequent]
+        render.show(_token_table("Most frequent", "times", rows))
+
+
+def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
+    table = render.table()
+    unused = tokenizer.vocab_size - len(tokenizer.known)
+    unused_note = f", {unused:,} of them without a token" if unused else ""
+    table.add_row("name", tokenizer.name)
+    table.add_row("ids", f"{tokenizer.vocab_size:,}{unused_note}")
+    for word, id in list(tokenizer.all_specials.items())[:20]:
+        table.add_row("special", f"{id}  {word}{_role(tokenizer, id)}")
+    if len(tokenizer.all_specials) > 20:
+        table.add_row("", f"and {len(tokenizer.all_specials) - 20:,} more")
+    if tokenizer.words:
+        table.add_row("added", ", ".join(list(tokenizer.words)[:20]))
+    table.add_row("backend", "tiktoken" if tokenizer.pattern else "the tokenizers library")
+    if tokenizer.pattern:
+        table.add_row("pattern", tokenizer.pattern)
+    table.add_row("fingerprint", tokenizer.fingerprint)
+    if usage is not None:
+        size = f"{usage.bytes:,} bytes, {usage.tokens:,} tokens"
+        table.add_row("text", f"{size}: {usage.bytes_per_token:.2f} bytes per token")
+        table.add_row("ids used", f"{usage.ids_used:,} ({usage.ids_used / tokenizer.vocab_size:.1%})")
+    return table
+
+
+def _role(tokenizer: "Tokenizer", id: int) -> str:
+    """Says whether a special token starts or ends a text. Says nothing if end-of-text is the only special token."""
+    if id == tokenizer.bos:
+        return "  starts a text"
+    return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
+
+
+def _token_table(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
+    from gpt.corpus.vocabulary import to_printable
+
+    cells = ((f"{id}", f"{count:,}", f'"{to_printable(token)}"') for id, count, token in rows)
+    return render.table(">id", f">{unit}", title, rows=cells)

@@ -1,0 +1,156 @@
+"""The data of ``gpt report``, for ``--json``, its page and charts in the terminal."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from gpt.insight.report import Report, find_differing_settings, finite
+
+POINTS = 1000  # Maximum points per curve on a page.
+Tree = dict[str, Any]
+
+
+def report_data(report: Report, max_points: int | None = None) -> Tree:
+    """Returns a run's object of ``gpt report --json``. ``max_points`` limits the points per curve."""
+    history = report.history
+    steps, evals = report.columns(max_points)
+    end = None
+    if history.end is not None:
+        end = {key: getattr(history.end, key) for key in ("reason", "checkpoint", "val_loss", "bits_per_byte", "step")}
+    return {
+        "run": str(report.path),
+        "name": report.name,
+        "settings": report.settings,
+        "steps": steps,
+        "evals": evals,
+        "bits_per_nat": report.bits_per_nat,
+        "yardsticks": report.yardsticks and asdict(report.yardsticks),
+        "trend": report.trend,
+        "verdict": report.verdict,
+        "best": None if history.best is None else {"step": history.best.step, "val_loss": history.best.val_loss},
+        "samples": _samples(report),
+        "copying": _copying(report),
+        "rollbacks": [
+            {key: getattr(each, key) for key in ("step", "failed_step", "why")} for each in history.rollbacks
+        ],
+        "resumes": [resume.step for resume in history.resumes],
+        "end": end,
+        "unread_lines": history.unread,
+    }
+
+
+def _samples(report: Report) -> list[Tree]:
+    samples = [{"step": sample.step, "text": sample.text} for sample in report.history.samples]
+    if report.copying is not None:
+        rows = zip(samples, report.copying.samples, report.copying.texts, strict=True)
+        for sample, copied, text in rows:
+            sample |= {"longest": copied.longest, "longest_text": text, "share": copied.share}
+    return samples
+
+
+def _copying(report: Report) -> Tree | None:
+    """Returns the longest span copied by the samples, and the share of copied 8-grams."""
+    copying = report.copying
+    if copying is None or not copying.samples:
+        return None
+    at = max(range(len(copying.samples)), key=lambda i: copying.samples[i].longest)
+    measured = [copied for copied in copying.samples if copied.share is not None]
+    spans = sum(copied.spans for copied in measured)
+    return {
+        "longest": copying.samples[at].longest,
+        "text": copying.texts[at],
+        "step": report.history.samples[at].step,
+        "share": sum((copied.share or 0.0) * copied.spans for copied in measured) / spans if spans else None,
+        "compared": copying.compared,
+        "trained": copying.trained,
+    }
+
+
+def report_page(reports: Sequence[Report]) -> Tree:
+    """Returns the data of ``pages/report.js``."""
+    runs, unit = comparable_runs(reports, POINTS)
+    for run, report in zip(runs, reports, strict=True):
+        run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
+        values, nats = run["yardsticks"] or {}, run["bits_per_nat"] if len(runs) == 1 else None
+        known = [name for name in ("ppmd", "xz", "unigram", "uniform") if nats and values.get(name) is not None]
+        run["levels"] = {name: values[name] / nats for name in known}  # In nats per token.
+        for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
+            sample["pieces"] = pieces
+    raw, smooth = describe_smoothing(reports, POINTS)
+    return {
+        "runs": runs,
+        "unit": unit,
+        "time": time_unit(reports),
+        "raw": raw,
+        "smoothing": smooth,
+        "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
+    }
+
+
+NATS, BITS = "nats per token", "bits per byte"
+
+
+def choose_loss_unit(reports: Sequence[Report]) -> str:
+    """Returns the unit of losses: nats per token, or bits per byte for runs with different tokenizers."""
+    tokenizers = {report.record.tokenizer and report.record.tokenizer.fingerprint for report in reports}
+    if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
+        return NATS
+    if all(report.bits_per_nat for report in reports):
+        return BITS
+    return f"{NATS}, not comparable: {BITS} are not known for all runs"
+
+
+def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
+    """Returns the data of runs with losses in a common unit, and the unit. Limits curves to ``max_points`` points."""
+    runs, unit = [report_data(report, max_points) for report in reports], choose_loss_unit(reports)
+    names = [report.name for report in reports]
+    for run in runs:
+        if names.count(run["name"]) > 1:
+            run["name"] = run["run"]  # Distinguish runs of the same name by path.
+        for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
+            if unit == BITS:
+                columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]
+    return runs, unit
+
+
+def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
+    """Returns the length in seconds and the name of a time unit that suits the longest run."""
+    longest = max(
+        event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
+    )
+    return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
+
+
+def smooth_losses(losses: Sequence[float | None]) -> list[float | None]:
+    """Returns the mean of a centred window around each loss, or None if the loss is None. Windows are smaller at the
+    start of the curve, where the loss falls fast, and at the end."""
+    half_window = _half_window(len(losses))
+    means: list[float | None] = []
+    for at, loss in enumerate(losses):
+        window = losses[at - min(at, half_window) : at + min(at, half_window) + 1]
+        values = [value for value in window if value is not None]
+        means.append(None if loss is None else math.fsum(value / len(values) for value in values))
+    return means
+
+
+def _half_window(points: int) -> int:
+    """Returns half the width of the smoothing window: 2 % of the curve, or 0 for a short curve."""
+    return 0 if points < 20 else max(1, points // 50)
+
+
+def describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
+    """Returns two texts: how many steps a raw point averages, and how many a smoothed point averages. The second is
+    None if all curves are short."""
+    counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
+    steps_per_point = [max(1, -(-count // max_points)) for count in counts]
+    half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]
+    smoothed_steps = [n * (2 * r + 1) for n, r in zip(steps_per_point, half_windows, strict=True)]
+    return _describe_mean(steps_per_point), _describe_mean(smoothed_steps) if max(half_windows) else None
+
+
+def _describe_mean(steps: Sequence[int]) -> str:
+    smallest, largest = min(steps), max(steps)
+    if largest == 1:
+        return "each step"
+    return f"mean of {largest:,} steps" if smallest == largest else f"mean of {smallest:,} to {largest:,} steps"

@@ -1,0 +1,4 @@
+"""Records become pairs and conversations; chat templates render conversations.
+
+Knows no model.
+"""

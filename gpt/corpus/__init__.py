@@ -1,0 +1,4 @@
+"""Text becomes token folders, and token folders become batches.
+
+Knows no model.
+"""

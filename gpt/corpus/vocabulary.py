@@ -1,0 +1,123 @@
+"""Trains vocabularies, lists their tokens, and counts token usage."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from gpt.config import events
+from gpt.config.text import LearnConfig, ReadConfig, TextConfig
+from gpt.corpus.corpus import Corpus, Listener, TextSample, cut_documents, open_corpus
+from gpt.documents.documents import utf8_size
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.tokenizer import Tokenizer, auto_vocab_size, check_specials, train_tokenizer, train_tokenizer_up_to
+
+
+def train(
+    texts: Sequence[str],
+    config: LearnConfig,
+    specials: Sequence[str] = (),
+    listen: Listener = lambda event: None,
+) -> tuple[Tokenizer, TextSample]:
+    """Trains a vocabulary on texts. Returns the tokenizer and the training sample."""
+    check_specials(specials)  # Fail before reading any text.
+    corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
+    total = min(config.sample_bytes, corpus.survey.bytes)
+    sample = TextSample(corpus.training_text(), corpus.survey.bytes, config.sample_bytes)
+
+    def report_progress() -> Iterator[str]:
+        for text in sample:
+            listen(events.Progress("read", sample.bytes_taken, max(total, sample.bytes_taken)))
+            yield text
+
+    n_bytes = corpus.survey.bytes
+    return make_tokenizer("auto", config.vocab_size, report_progress(), n_bytes, specials=specials), sample
+
+
+def tokenizer_for(
+    corpus: Corpus, config: TextConfig, note: Callable[[str], None] = lambda text: None, max_vocab_size: int = 2**24
+) -> Tokenizer:
+    """Returns the tokenizer for ``--tokenizer`` and ``--vocab-size``. ``auto`` trains one on a sample of the training
+    text. ``max_vocab_size`` limits the default size."""
+    size, limit = corpus.train_bytes, config.sample_bytes
+    if config.tokenizer == "auto" and size > limit:
+        note(f"training the tokenizer on {limit / 1e6:,.0f} of {size / 1e6:,.0f} MB, sampled evenly")
+    sample = TextSample(corpus.training_text(), size, limit)
+    return make_tokenizer(config.tokenizer, config.vocab_size, sample, size, max_vocab_size)
+
+
+def make_tokenizer(
+    kind: str,
+    vocab_size: int | None,
+    texts: Iterable[str],
+    n_bytes: int,
+    max_vocab_size: int = 2**24,
+    specials: Sequence[str] = (),
+) -> Tokenizer:
+    """Returns the tokenizer for ``--tokenizer`` and ``--vocab-size``. ``auto`` trains one on ``texts``, a sample of
+    ``n_bytes`` of text. ``max_vocab_size`` limits the default size."""
+    if kind != "auto":
+        return find_tokenizer(kind)
+    if vocab_size is not None:
+        return train_tokenizer(texts, vocab_size, specials)
+    return train_tokenizer_up_to(texts, min(max_vocab_size, auto_vocab_size(n_bytes)), specials)
+
+
+_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # Lower and upper bound of bytes per token.
+
+
+def lengths(tokenizer: Tokenizer) -> dict[str, int]:
+    """Returns the number of tokens by size in bytes, without special tokens."""
+    sizes = [len(token) for token in tokenizer.backend.pieces.values()]
+    return {
+        f"{low}+" if high is None else f"{low}–{high}" if high > low else f"{low}": sum(
+            low <= size and (high is None or size <= high) for size in sizes
+        )
+        for low, high in _BINS
+    }
+
+
+def find_longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
+    """Returns ids and bytes of the longest tokens, sorted by length, then by id."""
+    return sorted(tokenizer.backend.pieces.items(), key=lambda item: (-len(item[1]), item[0]))[:count]
+
+
+def to_printable(token: bytes) -> str:
+    """Returns a token as printable text, with invalid UTF-8 and invisible characters escaped."""
+    text = token.decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of texts."""
+
+    bytes: int
+    tokens: int
+    ids_used: int  # Number of distinct ids.
+    frequent: list[tuple[int, int]]  # Most frequent ids with their counts.
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Average bytes per token."""
+        return self.bytes / max(1, self.tokens)
+
+
+def usage(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    config: ReadConfig,
+    listen: Listener = lambda event: None,
+    max_ids: int = 20,
+) -> Usage:
+    """Counts the ids of ``texts``. Lists at most ``max_ids`` frequent ids."""
+    corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
+    counts = np.zeros(tokenizer.vocab_size, np.int64)
+    size = 0
+    for text, *_ in cut_documents(((piece, False) for piece in corpus.training_text()), tokenizer.pattern):
+        size += utf8_size(text)
+        counts += np.bincount(tokenizer.encode(text), minlength=tokenizer.vocab_size)
+        listen(events.Progress("encoded", size, max(size, corpus.survey.bytes)))
+    order = np.argsort(-counts, kind="stable")[:max_ids].tolist()
+    frequent = [(id, int(counts[id])) for id in order if counts[id]]
+    return Usage(size, int(counts.sum()), int(np.count_nonzero(counts)), frequent)
