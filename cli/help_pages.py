@@ -11,7 +11,7 @@ from typing import Any
 import typer.core
 from rich.text import Text
 
-from .show import render
+from .show import terminal
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"
@@ -40,7 +40,7 @@ class Group(typer.core.TyperGroup):
 
 
 def _colour(page: str) -> str:
-    console = render.stdout()
+    console = terminal.stdout()
     if not console.is_terminal or console.legacy_windows:
         return page
     text = Text(page)
@@ -63,16 +63,16 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
     if examples:
         with page.section("Examples"):
             page.write("".join(f"  {line}\n" for line in examples))
-    for title, commands in group_commands(command).items():
+    for title, commands in _group_commands(command).items():
         _write_section(page, title, [(word, summary(subcommand)) for word, subcommand in commands.items()], 10)
     _write_section(page, "Arguments", [(name(argument), _help_text(argument)) for argument in positionals])
     if count <= MAX_LISTED_OPTIONS:
-        options = listed_options(command, context)
+        options = _listed_options(command, context)
         option_panels = {COMMON: [option for option in options if option.rich_help_panel != RARE]}
     elif not show_all:
         option_panels = {COMMON: option_panels[COMMON]}
     for title, options in option_panels.items():
-        _write_section(page, title, [(flags(option, context), _help_text(option)) for option in options], 24)
+        _write_section(page, title, [(_flags(option, context), _help_text(option)) for option in options], 24)
     notes = (command.epilog or "").splitlines()
     if count > MAX_LISTED_OPTIONS and not show_all:
         notes.append(f"{context.command_path} --help-all lists all {count} options.")
@@ -104,7 +104,7 @@ def summary(command: Any) -> str:
     return split_description(command)[0].split(". ")[0].rstrip(".")
 
 
-def group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:
+def _group_commands(group: Any) -> Mapping[str, Mapping[str, Any]]:
     """Returns a group's commands by heading, or an empty dict for a command."""
     headings: dict[str, dict[str, Any]] = {}
     for word, command in getattr(group, "commands", {}).items():
@@ -117,7 +117,7 @@ def arguments(command: Any) -> list[Any]:
     return [each for each in command.params if each.param_type_name == "argument"]
 
 
-def listed_options(command: Any, context: Any) -> list[Any]:
+def _listed_options(command: Any, context: Any) -> list[Any]:
     """Returns a command's options, with ``--model`` first and then options with a short flag."""
     options = [each for each in command.get_params(context) if each.param_type_name == "option" and not each.hidden]
     options = [option for option in options if "--help" not in option.opts]
@@ -127,7 +127,7 @@ def listed_options(command: Any, context: Any) -> list[Any]:
 def panels(command: Any, context: Any) -> dict[str, list[Any]]:
     """Returns a command's options by panel, common options first."""
     by_panel: dict[str, list[Any]] = {COMMON: []}
-    for option in listed_options(command, context):
+    for option in _listed_options(command, context):
         by_panel.setdefault(option.rich_help_panel or COMMON, []).append(option)
     return {title: options for title, options in by_panel.items() if options}
 
@@ -144,7 +144,7 @@ def name(argument: Any) -> str:
     return f"{argument.metavar or argument.name.upper()}{'...' if argument.nargs == -1 else ''}"
 
 
-def flags(option: Any, context: Any) -> str:
+def _flags(option: Any, context: Any) -> str:
     """Returns an option's flags and placeholder, such as ``-o, --out DIR``. Aligns long flags."""
     names = sorted(option.opts, key=len)
     return f"{'' if len(names) > 1 else '    '}{', '.join(names)} {value(option, context)}".rstrip()

@@ -26,7 +26,7 @@ def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str
         raise UserError(f"a {what} and {flag} were both given", "give only one of them")
     if file is not None:
         with open_input(file, f"the {what}") as stream:
-            data = read_bounded(stream, file, MAX_TEXT_BYTES, f"that is the limit for a {what}")
+            data = _read_bounded(stream, file, MAX_TEXT_BYTES, f"that is the limit for a {what}")
         try:
             words = data.decode("utf-8").removeprefix("\ufeff").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
@@ -54,12 +54,11 @@ def read_lines(file: Path, what: str) -> Iterator[bytes]:
 def read_toml(file: Path) -> dict[str, Any]:
     """Reads a TOML file."""
     with open_input(file, "settings") as stream:
-        return parse_toml(
-            read_bounded(stream, file, MAX_TOML_BYTES, "that is the limit for a settings file"), str(file)
-        )
+        data = _read_bounded(stream, file, MAX_TOML_BYTES, "that is the limit for a settings file")
+    return parse_toml(data, str(file))
 
 
-def read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> bytes:
+def _read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> bytes:
     """Reads a whole stream. Raises `UserError` above ``max_bytes``, because a device can be endless."""
     data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:

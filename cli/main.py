@@ -1,6 +1,5 @@
 """Builds and runs the command line app, and turns errors into messages and exit codes."""
 
-import contextlib
 import errno
 import os
 import platform
@@ -19,7 +18,7 @@ from gpt.system.errors import Interrupted, ModelWarning, UserError, device_failu
 from gpt.system.words import as_json
 
 from . import help_pages, names, processes
-from .show import render
+from .show import render, terminal
 
 HELP = """Train a GPT on your own text, on the computer you have. Then look inside it.
 
@@ -149,7 +148,7 @@ def run() -> None:
 
 def main(args: list[str]) -> int:
     """Runs a command line and returns its exit status. Prints errors as a message and a hint on stderr."""
-    render.make_output_safe()
+    terminal.make_output_safe()
     warnings.showwarning = _show_warning
     debug = "--debug" in args or bool(os.environ.get("GPT_DEBUG"))
     try:
@@ -162,7 +161,8 @@ def main(args: list[str]) -> int:
         return int(status or 0)
     except BaseException as error:
         if _is_closed_pipe(error):
-            return _handle_closed_pipe()
+            terminal.redirect_to_null(sys.stdout)
+            return 0
         if debug and not isinstance(error, (Interrupted, KeyboardInterrupt, SystemExit)):
             render.trace(error)
         silent_status = processes.silent_status(error)
@@ -211,10 +211,7 @@ def _report_error(error: BaseException, command: str) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
     status, message, hint = _describe(error, command)
-    if hint:
-        render.error(message, hint)
-    else:
-        render.note(message)
+    render.error(message, hint) if hint else render.note(message)
     return status
 
 
@@ -254,10 +251,3 @@ def _is_closed_pipe(error: BaseException | None) -> bool:
         error = error.__context__
     error_codes = (errno.EPIPE, errno.EINVAL) if sys.platform == "win32" else (errno.EPIPE,)
     return isinstance(error, OSError) and error.errno in error_codes
-
-
-def _handle_closed_pipe() -> int:
-    """Redirects stdout to the null device, so that flushing at exit cannot fail."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return 0

@@ -44,16 +44,16 @@ def exit_before_shutdown(status: Sequence[int]) -> None:
     A torch thread that frees a tensor during shutdown aborts the process (one in six exits on a busy machine). Other
     `atexit` functions still run first, because they are registered later.
     """
+
+    def exit_now() -> None:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(status[0] if status else 1)
+
     with contextlib.suppress(UserError):
         if environment.is_distributed():
-            atexit.register(_exit_now, status)
-
-
-def _exit_now(status: Sequence[int]) -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
-    os._exit(status[0] if status else 1)
+            atexit.register(exit_now)
 
 
 def silent_status(error: BaseException) -> int | None:

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
-from gpt_cli.show import progress, render
+from gpt_cli.show import progress, render, terminal
 from rich.console import Console
 from rich.text import Text
 
@@ -107,7 +107,8 @@ def main() -> None:
     console.print(Text("$ gpt train " + " ".join(sys.argv[1:])))
     display.line_times = [0.0]
     result = run.train(sys.argv[1:], TrainConfig(), display)
-    render.result(result, console)
+    terminal.stdout = lambda: console
+    render.result(result)
     display.record_lines()
     PICTURE.write_text(animate(display), encoding="utf-8")
 

@@ -5,7 +5,7 @@ from typing import Annotated
 from gpt.config.bench import BenchConfig
 
 from ..options import Device, Dtype, Json, Threads, one_of, option, takes
-from ..show import progress, render
+from ..show import progress, render, views_results
 
 
 @takes(BenchConfig)
@@ -34,7 +34,4 @@ def bench(
     measured = api.bench(
         model, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
     )
-    if json:
-        render.json_line(render.speed_json(measured))
-    else:
-        render.speed(measured)
+    render.json_line(views_results.speed(measured)) if json else render.speed(measured)

@@ -13,7 +13,7 @@ from gpt.system.errors import UserError, did_you_mean
 from gpt.system.files import reading
 
 from ..options import Json, Quiet, option, takes
-from ..show import progress, render, render_data
+from ..show import progress, render, render_data, views_results
 
 app = typer.Typer(help="List and download corpora, and check token folders.")
 
@@ -32,7 +32,11 @@ def list_corpora(json: Json = False) -> None:
     """List the corpora: their size, license, and whether they are downloaded."""
     from gpt.documents import catalogue
 
-    render_data.corpora([catalogue.corpus(name) for name in catalogue.names()], json)
+    entries = [catalogue.corpus(name) for name in catalogue.names()]
+    if not json:
+        render_data.corpora(entries)
+    for entry in entries if json else ():
+        render.json_line(views_results.corpus_summary(entry))
 
 
 @app.command("show")
@@ -56,7 +60,9 @@ def show(
             raise UserError(f"{name} is not a token folder", "--verify checks the checksums of a token folder")
         if name not in _names():
             raise UserError(f'there is no corpus or folder "{name}"', did_you_mean(name, _names()))
-        render_data.corpus(catalogue.corpus(name), json)
+        entry = catalogue.corpus(name)
+        data = views_results.corpus(entry)
+        render.json_line(data) if json else render_data.corpus(entry, data)
         return
     from gpt.corpus import token_folder
     from gpt.documents.sources import is_token_folder
@@ -68,7 +74,10 @@ def show(
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
-    render_data.details(folder, verify, json)
+    if json:
+        render.json_line(views_results.token_folder(folder, verify))
+    else:
+        render_data.token_folder(folder, verify)
 
 
 @app.command("check")
@@ -98,13 +107,15 @@ def check(
         text = [*(record.texts or text), *filter(None, [run_settings["val_text"]])]
         text = [str(tokens)] if is_token_folder(tokens) else text
     if folders := token_folder.find_token_folders(text):
-        render_data.repeats(repeats.Listing(token_folder.TokenFolder(*folders)), json)
+        listing = repeats.Listing(token_folder.TokenFolder(*folders))
+        render.json_line(views_results.repeats(listing)) if json else render_data.repeats(listing)
         return
     corpus = examples.read_all_examples(text, settings, render.note)
     if corpus is None:
         message = f"{text[0]} is not a token folder, and has no pairs or conversations"
         raise UserError(message, "create a token folder: gpt tokenize TEXT -o DIR")
-    render_data.example_copies(len(corpus.train), examples.find_copies(corpus.train), json)
+    data = views_results.example_copies(len(corpus.train), examples.find_copies(corpus.train))
+    render.json_line(data) if json else render_data.example_copies(data)
 
 
 @app.command("fetch")
@@ -119,4 +130,5 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     start_time = time.monotonic()
     with progress.Bar("fetched", "bytes", quiet) as bar:
         catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
-    render_data.fetch_result(corpus, time.monotonic() - start_time, f"gpt train {shlex.quote(name)}", json)
+    data = views_results.fetched(corpus, time.monotonic() - start_time, f"gpt train {shlex.quote(name)}")
+    render.json_line(data) if json else render_data.fetched(data)

@@ -1,17 +1,12 @@
 """``gpt export``."""
 
-import shlex
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from gpt.config.export import ExportConfig
-from gpt.system.words import counted
 
 from .. import inputs
 from ..options import Base, Device, Json, Model, Quiet, option, takes
-from ..show import progress, render
-
-if TYPE_CHECKING:
-    from gpt.exporting.export import Exported
+from ..show import progress, render, views_results
 
 
 @takes(ExportConfig)
@@ -24,8 +19,7 @@ def export(
     model: Model = None,
     base: Base = None,
     eval: Annotated[
-        str | None,
-        option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after"),
+        str | None, option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -44,29 +38,4 @@ def export(
         exported = api.export(
             model, out, base=base, eval=eval, device=device, note=render.note, listen=display, **vars(settings)
         )
-    if json:
-        render.json_line(
-            {key: value for key, value in vars(exported).items() if key != "chat"} | {"out": str(exported.out)}
-        )
-    else:
-        _print_exported(exported)
-
-
-def _print_exported(exported: "Exported") -> None:
-    path = shlex.quote(str(exported.out))
-    render.fact(
-        "saved", f"{exported.out}  ({exported.bytes:,} bytes, {counted(exported.tensors, 'tensor')}, {exported.type})"
-    )
-    if exported.loss_before is not None and exported.loss_after is not None:
-        change = exported.loss_after - exported.loss_before
-        losses = f"{exported.loss_before:.4f} before, {exported.loss_after:.4f} after: {change:+.4f} nats per token"
-        render.fact("loss", losses)
-    if exported.format == "gguf":
-        render.fact("more", f"llama-cli -m {path}" + ("" if exported.chat else ' -p "Once upon"'))
-        from_line = f"FROM {exported.out.absolute()}"
-        render.fact("", f"ollama create NAME -f Modelfile  (a file that contains: {from_line})")
-    elif exported.format == "html":
-        render.fact("more", f"open {path}  (in any browser, also offline)")
-    else:
-        render.fact("more", f"gpt chat -m {path}" if exported.chat else f'gpt sample "Once upon" -m {path}')
-        render.fact("", f"hf upload OWNER/NAME {path}  (read its README.md first)")
+    render.json_line(views_results.exported(exported)) if json else render.exported(exported)

@@ -79,12 +79,8 @@ def neighbors(
     embeddings, name = _load_embeddings(count, model, out, json)
     from ..show import views
 
-    terms = [embeddings.find(word) for word in words]
-    data = views.neighbors_data(terms, count, embeddings, name)
-    groups = [
-        {"title": word.text.strip(), "note": views.word_note(word, embeddings.tokenizer), "near": entry["neighbors"]}
-        for word, entry in zip(terms, data["words"], strict=True)
-    ]
+    data = views.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
+    groups = [views.near_group(entry["word"].strip(), [entry], entry["neighbors"]) for entry in data["words"]]
     _show_near(data, "Neighbours", name, groups, out, json)
 
 
@@ -112,9 +108,8 @@ def analogy(
     terms = [(sign, embeddings.find(word)) for sign, word in parsed]
     data = views.analogy_data(terms, count, embeddings, name)
     title = " ".join(f"{'+' if sign > 0 else '−'} {word.text.strip()}" for sign, word in terms).removeprefix("+ ")
-    notes = "; ".join(views.word_note(word, embeddings.tokenizer) for _, word in terms)
-    groups = [{"title": title, "note": notes, "near": data["nearest"]}]
-    _show_near(data, "Analogy", name, groups, out, json)
+    group = views.near_group(title, data["terms"], data["nearest"])
+    _show_near(data, "Analogy", name, [group], out, json)
 
 
 @app.command("positions")

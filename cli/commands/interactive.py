@@ -16,7 +16,7 @@ from gpt.system.files import user_folder
 from gpt.system.words import counted
 
 from .. import inputs
-from ..show import progress, render
+from ..show import progress, render, terminal
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -139,11 +139,11 @@ class Interaction:
             prompt, messages = self._chat_prompt(messages, self.loaded.tokenizer.encode(text, continues=True).tolist())
             settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
         elif start is None:
-            render.write(messages[-1]["content"])
+            terminal.write(messages[-1]["content"])
         writing = self.loaded.write(prompt, settings, self.seed, self.index)
         try:
             for piece in writing:
-                render.write(piece)
+                terminal.write(piece)
                 text += piece
                 if piece:
                     self.messages, self.finish_reason = [*messages, {"role": "assistant", "content": text}], ""
@@ -151,12 +151,10 @@ class Interaction:
             self.messages, self.finish_reason = before
             raise
         finally:
-            render.write("\n")
+            terminal.write("\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.finish_reason = writing.sample.finish_reason
-        overflow = render.Overflow()
-        overflow.add(writing.sample)
-        render.context_notes(overflow, size)
+        render.context_notes([(writing.sample.dropped, writing.sample.slid)], size)
         if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
             render.note(f"the context of {size:,} tokens is full: /more drops the oldest messages, /clear all of them")
         elif self.finish_reason == "length":
@@ -207,7 +205,7 @@ class Interaction:
             )
 
     def _print_help(self, _: str) -> None:
-        render.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")
+        terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")
 
     def _change_setting(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
@@ -233,11 +231,11 @@ class Interaction:
             if field.name == key:
                 render.note(line)
             elif not name and field.metadata["panel"] in panels:
-                render.write(line + "\n")
+                terminal.write(line + "\n")
 
     def _change_model(self, path: str) -> None:
         if not path:
-            render.write(f"{self.loaded.path}\n")
+            terminal.write(f"{self.loaded.path}\n")
             return
         self._use(self.load(path), self.chosen, self.given, render.note)
 
@@ -282,7 +280,7 @@ def read_prompt() -> str | None:
         except EOFError:
             return "\n".join(lines) if lines else None
         except KeyboardInterrupt:  # Ctrl-C discards the lines typed so far.
-            render.write("\n")
+            terminal.write("\n")
             lines, block = [], False
             continue
         if not lines and not block and line.startswith(QUOTES):

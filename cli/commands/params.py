@@ -14,7 +14,7 @@ from gpt.model.params import breakdown
 from gpt.system.errors import UserError, did_you_mean
 
 from ..options import Json, OutPage, option, takes
-from ..show import page, render, render_params, render_plan
+from ..show import page, render, render_params, views_params
 
 
 @takes(PlanConfig)
@@ -48,11 +48,14 @@ def params(
         conflict = targets[0] if targets else f"--{next(iter(overrides))}".replace("_", "-")
         raise UserError(f"--list shows all presets, but {conflict} asks for a single shape", "leave one of them out")
     if list_all and out is None:
-        render_params.presets(PRESETS, json)
+        if not json:
+            render_params.presets(PRESETS)
+        for name, preset in PRESETS.items() if json else ():
+            render.json_line(views_params.preset(name, preset.model))
         return
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
-    shapes = [_count_parameters(target, {} if list_all else overrides) for target in selected]
-    costs = [render_plan.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
+    shapes = [_find_shape(target, {} if list_all else overrides) for target in selected]
+    costs = [views_params.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
     if json:
         for shape, cost in zip_longest(shapes, costs):
             render.json_line({**shape.data(), **(cost.data() if cost else {})})
@@ -63,23 +66,21 @@ def params(
     elif not json:
         render_params.breakdown(shapes[0]) if len(shapes) == 1 else render_params.side_by_side(shapes)
         for shape, cost in zip(shapes, costs, strict=False):
-            render_plan.cost(cost, shape.name if len(shapes) > 1 else "")
+            render_params.cost(cost, shape.name if len(shapes) > 1 else "")
 
 
-def _count_parameters(target: str | None, overrides: dict[str, object]) -> render_params.Shape:
-    name, config = _resolve_shape(target, overrides)
-    note = PRESETS[name].note if name in PRESETS and not overrides else ""
-    return render_params.Shape(name, config, breakdown(config), note)
-
-
-def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[str, GPTConfig]:
-    """Returns the name and config of ``target`` with ``overrides``. Without ``target``, uses only the overrides."""
+def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.Shape:
+    """Returns the shape of ``target`` with ``overrides``. Without ``target``, uses only the overrides."""
+    changes = dict(overrides)
+    if arch := changes.pop("arch", None):
+        changes = {**ARCHITECTURES[cast(Arch, arch)], **changes}
     if target is None:
         missing = [f"--{key.replace('_', '-')}" for key in ("n_layer", "n_head", "n_embd") if key not in overrides]
         if missing:
             message = f"without a preset, {', '.join(missing)} are required"
             raise UserError(message, "or name a preset: gpt params --list")
-        return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_expand_arch(overrides)})
+        config = GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **changes})
+        return views_params.Shape("custom", config, breakdown(config))
     from gpt.system.files import reading
 
     with reading(Path(target)):
@@ -94,14 +95,9 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
         config = model_config.load_config(path)
     else:
         raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
-    changes = _expand_arch(overrides)
     if config.window_layers is not None and "n_layer" in overrides:  # Repeat or truncate the pattern of windows.
         windows, layers = config.windows, range(int(changes["n_layer"]))
         changes["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
-    return "custom" if overrides else target, replace(config, **changes)
-
-
-def _expand_arch(overrides: dict[str, object]) -> dict[str, Any]:
-    properties = dict(overrides)
-    arch = properties.pop("arch", None)
-    return {**(ARCHITECTURES[cast(Arch, arch)] if arch else {}), **properties}
+    config = replace(config, **changes)
+    note = PRESETS[target].note if target in PRESETS and not overrides else ""
+    return views_params.Shape("custom" if overrides else target, config, breakdown(config), note)

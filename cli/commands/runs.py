@@ -43,9 +43,7 @@ def list_runs(context: typer.Context, json: Json = False) -> None:
         parameters = "" if run.parameters is None else f"{run.parameters:,}"
         started = (run.started or "")[:16].replace("T", " ")
         table.add_row(run.name, run.text or "", parameters, bits, run.verdict, started, format_size(run.bytes))
-    console = render.stdout()
-    console.print(table)
-    console.print(Text("gpt report runs/NAME prints details; gpt train --resume runs/NAME finishes a run.", "dim"))
+    render.show(table, Text("gpt report runs/NAME prints details; gpt train --resume runs/NAME finishes a run.", "dim"))
 
 
 def _names() -> list[str]:

@@ -1,6 +1,6 @@
 """``gpt sample``."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,12 +13,13 @@ from gpt.system.words import counted
 
 from .. import inputs
 from ..options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
-from ..show import progress, render
+from ..show import progress, render, views_results
 from .interactive import UNUSED, converse, resolve_constraint
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.prompts import Results
+    from gpt.decoding.write import Piece
 
 MAX_VALUES = {"num": 2**63 - 1, "seed": 2**53}
 
@@ -83,21 +84,36 @@ def sample(
     settings = loaded.sampling.apply(settings, given, note)
     _note_ineffective(settings, given, note)
     if out is not None:
-        _write_file(loaded, texts, settings, seed, num, out, json, quiet)
+        count = _write_file(loaded, texts, settings, seed, num, out, quiet)
+        if not json:
+            render.fact("saved", f"{out}  ({counted(count, 'sample')})")
         return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
-    overflow = render.Overflow()
-    pieces = overflow.collect(loaded.write_all(texts, settings, seed, num))
+    overflows: set[tuple[int, bool]] = set()
+    pieces = _collect_overflows(loaded.write_all(texts, settings, seed, num), overflows)
     if json:
-        recorded_seed = seed if settings.draws else None
-        for piece in pieces:
-            if piece.sample is not None:
-                render.json_line(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
+        for values in _collect_samples(loaded, pieces, texts, seed if settings.draws else None):
+            render.json_line(values)
     else:
         render.stream(pieces, texts, num, not no_echo)
     if not quiet:
-        render.context_notes(overflow, loaded.model.config.block_size)
+        render.context_notes(overflows, loaded.model.config.block_size)
+
+
+def _collect_overflows(pieces: Iterable["Piece"], overflows: set[tuple[int, bool]]) -> Iterator["Piece"]:
+    for piece in pieces:
+        yield piece
+        if piece.sample is not None:
+            overflows.add((piece.sample.dropped, piece.sample.slid))
+
+
+def _collect_samples(
+    loaded: "LanguageModel", pieces: Iterable["Piece"], texts: Sequence[str], seed: int | None
+) -> Iterator[dict[str, Any]]:
+    for piece in pieces:
+        if piece.sample is not None:
+            yield views_results.sample(piece, texts[piece.prompt], seed, loaded.tokenizer)
 
 
 def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:
@@ -133,30 +149,20 @@ def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Call
 
 
 def _write_file(
-    loaded: "LanguageModel",
-    texts: Sequence[str],
-    settings: SampleConfig,
-    seed: int | None,
-    num: int,
-    out: Path,
-    json: bool,
-    quiet: bool,
-) -> None:
+    loaded: "LanguageModel", texts: list[str], config: SampleConfig, seed: int | None, num: int, out: Path, quiet: bool
+) -> int:
+    """Writes samples to ``out``, which can have some already. Returns their number."""
     from gpt.decoding.prompts import Results
 
-    with closing(Results(out, texts)) as results:
-        seed = _choose_seed(settings, seed, results, quiet)
-        recorded_seed = seed if settings.draws else None
+    with closing(Results(out, texts)) as results, progress.Bar("wrote", "samples", quiet) as bar:
+        seed = _choose_seed(config, seed, results, quiet)
         if results.done and not quiet:
             render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
-        with progress.Bar("wrote", "samples", quiet) as bar:
-            total = len(texts) * num
-            for piece in loaded.write_all(texts, settings, seed, num, results.done):
-                if piece.sample is not None:
-                    results.add(render.sample_json(piece, texts[piece.prompt], recorded_seed, loaded.tokenizer))
-                    bar.reach(results.count, total)
-    if not json:
-        render.fact("saved", f"{out}  ({counted(results.count, 'sample')})")
+        pieces = loaded.write_all(texts, config, seed, num, results.done)
+        for values in _collect_samples(loaded, pieces, texts, seed if config.draws else None):
+            results.add(values)
+            bar.reach(results.count, len(texts) * num)
+        return results.count
 
 
 def _choose_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:

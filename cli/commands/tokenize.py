@@ -10,7 +10,7 @@ from gpt.config.text import TokenizeConfig
 
 from .. import inputs
 from ..options import Json, Quiet, takes
-from ..show import progress, render_data
+from ..show import progress, render, render_data, views_results
 
 
 @takes(TokenizeConfig)
@@ -33,4 +33,5 @@ def tokenize(
 
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
-    render_data.tokens(folder, time.perf_counter() - start_time, json, is_resumed)
+    data = views_results.tokens(folder, time.perf_counter() - start_time, is_resumed)
+    render.json_line(data) if json else render_data.tokens(folder, data)

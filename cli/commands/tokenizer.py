@@ -12,7 +12,7 @@ from gpt.system.files import check_new
 
 from .. import inputs
 from ..options import Json, Model, Out, Quiet, TextFile, option, takes
-from ..show import page, plots, progress, render, render_vocabulary
+from ..show import page, plots, progress, render, render_data, terminal, views_results
 
 if TYPE_CHECKING:
     from gpt.tokenizers.tokenizer import Tokenizer
@@ -32,8 +32,7 @@ def train(
     text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`")],
     out: Annotated[Path, option("--out", "-o", metavar="DIR", help="New folder for the tokenizer")],
     special: Annotated[
-        list[str] | None,
-        option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order"),
+        list[str] | None, option(metavar="TOKEN", help="Add a special token; repeatable, with ids in this order")
     ] = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -51,9 +50,9 @@ def train(
     with progress.TrainDisplay(quiet) as display:
         tokenizer, sample = vocabulary.train(text, settings, special or (), display)
     saving.save_tokenizer(tokenizer, out)
-    render_vocabulary.training_result(
-        tokenizer, out, sample.bytes_taken, sample.bytes_seen, time.perf_counter() - start_time, json
-    )
+    seconds = time.perf_counter() - start_time
+    data = views_results.trained_tokenizer(tokenizer, out, sample.bytes_taken, sample.bytes_seen, seconds)
+    render.json_line(data) if json else render_data.trained_tokenizer(data)
 
 
 @app.command("show")
@@ -81,7 +80,10 @@ def show(
 
         with progress.TrainDisplay(quiet) as display:
             usage = vocabulary.usage(loaded, text, settings, display)
-    render_vocabulary.vocabulary(loaded, longest, usage, json)
+    if json:
+        render.json_line(views_results.vocabulary(loaded, longest, usage))
+    else:
+        render_data.vocabulary(loaded, longest, usage)
 
 
 @app.command("encode")
@@ -108,22 +110,19 @@ def encode(
     page.check_out(out)
     loaded, name = _load_tokenizer(tokenizer, model)
     ids = loaded.encode(words, specials=special).tolist()
-    if show or out or json:
-        from gpt.corpus.vocabulary import to_printable
+    if not (show or out or json):
+        terminal.write(" ".join(map(str, ids)) + "\n")
+        return
+    from ..show import render_inspect
 
-        from ..show import render_inspect
-
-        pieces = [to_printable(loaded.decode_bytes([id])) for id in ids]
-        data = {"model": name, "tokens": ids, "pieces": pieces, "bytes": len(words.encode())}
-        page.show(
-            "tokens", f"tokens: {name}", out, json,
-            data=lambda: data,
-            page=lambda: data,
-            picture=lambda: plots.tokens(pieces),
-            terminal=lambda: render_inspect.tokens(data),
-        )  # fmt: skip
-    else:
-        render.write(" ".join(map(str, ids)) + "\n")
+    data = views_results.encoded(words, ids, loaded, name)
+    page.show(
+        "tokens", f"tokens: {name}", out, json,
+        data=lambda: data,
+        page=lambda: data,
+        picture=lambda: plots.tokens(data["pieces"]),
+        terminal=lambda: render_inspect.tokens(data),
+    )  # fmt: skip
 
 
 @app.command("decode")
@@ -136,14 +135,15 @@ def decode(
 
     gpt tokenizer decode 7454 2402 257 640 --tokenizer gpt2
     """
-    words = [word for argument in ids for word in (_read_stdin().split() if argument == "-" else argument.split())]
+    texts = (inputs.read_text(None, Path("-"), "ids", "-") if text == "-" else text for text in ids)
+    words = [word for text in texts for word in text.split()]
     numbers = [int(word) if word.isascii() and word.isdecimal() and len(word) < 20 else -1 for word in words]
     if -1 in numbers:
         raise UserError(f'"{words[numbers.index(-1)]}" is not a token id', "ids are whole numbers, separated by spaces")
     loaded, _ = _load_tokenizer(tokenizer, model)
     loaded.check(numbers)
     space = b" " if loaded.backend.adds_space else b""
-    render_vocabulary.write_bytes(loaded.decode_bytes(numbers).removeprefix(space))
+    render_data.write_bytes(loaded.decode_bytes(numbers).removeprefix(space))
 
 
 def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, str]":
@@ -157,11 +157,3 @@ def _load_tokenizer(name: str | None, model: str | None) -> "tuple[Tokenizer, st
 
     path = folder.find_checkpoint(model)
     return checkpoint.load_tokenizer(path, model_config.load_config(path)), str(path)
-
-
-def _read_stdin() -> str:
-    stdin = Path("-")
-    with inputs.open_input(stdin, "ids") as stream:
-        return inputs.read_bounded(stream, stdin, inputs.MAX_TEXT_BYTES, "decode them in parts").decode(
-            "utf-8-sig", "replace"
-        )

@@ -13,7 +13,7 @@ from gpt.parallel import environment
 
 from .. import inputs, processes
 from ..options import Json, Quiet, config_file, option, takes
-from ..show import progress, render
+from ..show import progress, render, terminal, views_results
 
 
 @takes(TrainConfig)
@@ -23,17 +23,12 @@ def train(
     words: list[str],
     text: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="Files, folders, - for stdin, or names of corpora",
-            show_default="pydocs, which ships with Python",
-        ),
+        typer.Argument(help="Files, folders, - for stdin, or names of corpora",
+                       show_default="pydocs, which ships with Python"),
     ] = None,
     resume: Annotated[
         str | None,
-        option(
-            help="Continue RUN, or the newest unfinished run, exactly where it stopped",
-            metavar="[RUN]",
-        ),
+        option(help="Continue RUN, or the newest unfinished run, exactly where it stopped", metavar="[RUN]"),
     ] = None,
     config: Annotated[Path | None, config_file(TrainConfig)] = None,
     print_config: Annotated[
@@ -50,7 +45,7 @@ def train(
     """
     start_time = environment.read_start_time() or time.perf_counter()
     if print_config:
-        render.write(to_toml(asdict(settings)))
+        terminal.write(to_toml(asdict(settings)))
         return
     nproc = settings.nproc
     if resume is not None:
@@ -71,7 +66,4 @@ def train(
             result = run.resume(resume or None, given, text or [], display, start_time)
     if environment.rank():
         return
-    if json:
-        render.json_line(render.result_json(result))
-    else:
-        render.result(result, quiet)
+    render.json_line(views_results.result(result)) if json else render.result(result, quiet)

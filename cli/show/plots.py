@@ -62,6 +62,8 @@ def attention(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "
     """Draws attention patterns: layers down, heads across. Labels a single head with its tokens."""
     if len(inspection.layers) == len(inspection.heads) == 1:
         return _draw_head(inspection, tokenizer, model)
+    from matplotlib.patches import Rectangle
+
     from gpt.insight.inspect import KINDS, find_dominant_kind
 
     head_count, layer_count = len(inspection.heads), len(inspection.layers)
@@ -80,15 +82,9 @@ def attention(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "
             left, top = column + 0.04, 1.2 * row + 0.04
             kind = find_dominant_kind(inspection.here, inspection.probe, row, column)
             _draw_pattern(axes, inspection.patterns[row, column], extent=(left, left + 0.92, top + 0.92, top))
-            axes.add_patch(_rectangle((left, top), 0.92, 0.92, fill=False, edgecolor="lightgray", linewidth=0.6))
+            axes.add_patch(Rectangle((left, top), 0.92, 0.92, fill=False, edgecolor="lightgray", linewidth=0.6))
             axes.text(left, top + 0.95, f"{head} {kind if kind in KINDS else ''}", fontsize=7, verticalalignment="top")
     return figure
-
-
-def _rectangle(corner: tuple[float, float], width: float, height: float, **style: Any) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle(corner, width, height, **style)
 
 
 def _draw_head(inspection: "Inspection", tokenizer: "Tokenizer", model: str) -> "Figure":
@@ -149,6 +145,8 @@ def positions(position_info: "Positions", model: str) -> "Figure":
 
 def tokens(pieces: Sequence[str]) -> "Figure":
     """Draws a text's tokens on alternating background colours."""
+    from matplotlib.patches import Rectangle
+
     places, column, line = [], 0, 0
     for piece in pieces:
         if column and column + len(piece) > LINE_LENGTH:
@@ -162,6 +160,6 @@ def tokens(pieces: Sequence[str]) -> "Figure":
     axes.set_axis_off()
     for index, ((x, y), piece) in enumerate(zip(places, pieces, strict=True)):
         colour = PASTELS[index % len(PASTELS)]
-        axes.add_patch(_rectangle((x + 0.05, y), len(piece) - 0.1, 0.9, color=colour, linewidth=0))
+        axes.add_patch(Rectangle((x + 0.05, y), len(piece) - 0.1, 0.9, color=colour, linewidth=0))
         axes.text(x, y + 0.48, piece, family="monospace", fontsize=FONT_SIZE, verticalalignment="center")
     return figure

@@ -13,7 +13,8 @@ from rich.text import Text
 from gpt.config import events
 from gpt.config.events import format_seconds
 
-from .render import excerpt, percent_of_peak, stderr
+from .render import excerpt, percent_of_peak
+from .terminal import stderr
 
 LINE_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal.
 

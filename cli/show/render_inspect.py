@@ -12,7 +12,7 @@ from rich.text import Text
 
 from gpt.system.words import counted
 
-from . import render
+from . import render, terminal
 
 if TYPE_CHECKING:
     from gpt.insight.inspect import Inspection, Positions
@@ -41,7 +41,7 @@ def ramp(share: float) -> tuple[int, int, int]:
 
 def attention(inspection: "Inspection", tokenizer: "Tokenizer") -> None:
     """Prints each head's kind, the pattern of one head, and the most likely next tokens after each block."""
-    console = render.stdout()
+    console = terminal.stdout()
     layer, head = find_clearest_head(inspection)
     if len(inspection.layers) * len(inspection.heads) > 1:
         console.print(_heads_table(inspection))
@@ -130,20 +130,19 @@ def _next_tokens_table(inspection: "Inspection", tokenizer: "Tokenizer") -> Tabl
 
 def near(groups: Sequence[Mapping[str, Any]]) -> None:
     """Prints tokens with their cosines as numbers and bars."""
-    console = render.stdout()
+    console = terminal.stdout()
     for group in groups:
         console.print(Text.assemble((group["title"], "bold"), (f"   {group['note']}", "dim")))
-        table = render.table(padding=(0, 2, 0, 0))
-        table.add_column(justify="right")
+        table = render.table(">", padding=(0, 2, 0, 0))
         for neighbor in group["near"]:
             text, cosine = Text(show_spaces(neighbor["text"])), neighbor["cosine"]
-            table.add_row(text, f"{cosine:.4f}", render.bar(cosine, 30, console))
+            table.add_row(text, f"{cosine:.4f}", render.bar(cosine, 30))
         console.print(table)
 
 
 def positions(position_info: "Positions") -> None:
     """Prints the kind of position encoding, and similarity by distance."""
-    console = render.stdout()
+    console = terminal.stdout()
     size = len(position_info.similarity)
     if position_info.table is None:
         console.print("rotary: no table; queries and keys are rotated by an angle that grows with the position")
@@ -152,17 +151,16 @@ def positions(position_info: "Positions") -> None:
         console.print(Text(f"{position_info.kind}: {size:,} positions, {width:,} dimensions each", "bold"))
         console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
     console.print(Text("\nsimilarity of two positions, by distance", "bold"))
-    table = render.table()
-    table.add_column(justify="right")
+    table = render.table(">")
     for distance in sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1}):
         value = float(position_info.similarity[distance])
-        table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30, console))
+        table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30))
     console.print(table)
 
 
 def tokens(data: Mapping[str, Any]) -> None:
     """Prints a text's tokens in alternating colours, or separated by bars."""
-    console = render.stdout()
+    console = terminal.stdout()
     line = Text()
     for at, piece in enumerate(data["pieces"]):
         if console.color_system is None:

@@ -11,12 +11,13 @@ from rich.text import Text
 from gpt.config.events import format_seconds
 from gpt.system.words import counted
 
-from . import render
+from . import render, terminal
 from .render_chart import Series, chart
 
 if TYPE_CHECKING:
     from gpt.insight.report import Report
 
+Chart = tuple[str, str, list[Series], int, bool]  # Title, name of x, curves, height, whether y is logarithmic.
 POINTS = 300  # Maximum points per curve.
 SAMPLE_LINES = 8
 MAIN_SETTINGS = (  # Settings to print for a single run.
@@ -30,23 +31,30 @@ def reports(run_reports: "Sequence[Report]") -> None:
     """Prints runs' results, curves, settings, samples and copied spans."""
     from .views_report import comparable_runs, describe_smoothing, time_unit
 
-    console = render.stdout()
+    console = terminal.stdout()
     runs, unit = comparable_runs(run_reports, POINTS)
+    names = [f"{run['name']}: " if len(runs) > 1 else "" for run in runs]
     console.print(_results_table(runs))
-    for run_report in run_reports:
-        name = f"{run_report.name}: " if len(runs) > 1 else ""
+    for name, run_report in zip(names, run_reports, strict=True):
         if run_report.yardsticks is not None:
             console.print(Text(f"{name}xz {run_report.yardsticks}", "dim"))
         if run_report.verdict:
             console.print(Text(name + run_report.verdict))
-    _print_losses(runs, unit, *describe_smoothing(run_reports, POINTS), console)
+    charts = [_loss_chart(runs, unit, *describe_smoothing(run_reports, POINTS))]
     if len(runs) > 1:
-        _print_held_out(runs, unit, *time_unit(run_reports), console)
-    names = [run["name"] if len(runs) > 1 else "" for run in runs]
-    charts = {"learning rate": "lr", "gradient norm": "grad_norm", "tokens per second": "tokens_per_second"}
-    for title, key in charts.items():
-        series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
-        _print_chart(title, "steps", series, console, 7, key == "grad_norm")
+        seconds, time = time_unit(run_reports)
+        points = [[(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")] for run in runs]
+        series = [Series(run["name"], points[index], index) for index, run in enumerate(runs)]
+        charts.append((f"held-out loss, {unit}", time, series, 13, True))
+    for title, key in (
+        ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
+    ):  # fmt: skip
+        series = [Series(names[i][:-2], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
+        charts.append((title, "steps", series, 7, key == "grad_norm"))
+    for title, x_name, series, height, logarithmic in charts:
+        console.print()
+        drawn = [curve for curve in series if curve.points]  # Another program's curve can have no steps.
+        console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
     if own_reports := [report for report in run_reports if report.is_run]:
         console.print(_settings_table(own_reports))
     for report, run in zip(run_reports, runs, strict=True):
@@ -54,38 +62,20 @@ def reports(run_reports: "Sequence[Report]") -> None:
             _print_sample(run, console)
 
 
-def _print_chart(
-    title: str, x_name: str, series: Sequence[Series], console: Console, height: int, logarithmic: bool
-) -> None:
-    """Prints a chart of the series that have points. A curve of another program can have no steps."""
-    console.print(Text("\n"), end="")
-    drawn = [curve for curve in series if curve.points]
-    console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
-
-
-def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, time: str, console: Console) -> None:
-    series = [
-        Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], index)
-        for index, run in enumerate(runs)
-    ]
-    _print_chart(f"held-out loss, {unit}", time, series, console, 13, True)
-
-
-def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
-    """Prints smoothed and held-out losses, and a single run's raw losses in a pale colour."""
+def _loss_chart(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None) -> Chart:
+    """Returns the chart of smoothed and held-out losses, and of a single run's raw losses in a pale colour."""
     from .views_report import smooth_losses
 
-    series = []
+    series, several = [], len(runs) > 1
     for index, run in enumerate(runs):
-        steps = run["steps"]
-        name = run["name"] if len(runs) > 1 else f"training, {smoothing or raw}"
-        if len(runs) == 1 and smoothing:
+        steps, name = run["steps"], run["name"]
+        if not several and smoothing:
             series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
-        series.append(Series(name, _points({**steps, "loss": smooth_losses(steps["loss"])}, "loss"), 2 * index))
-        name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
-        series.append(Series(name, _points(run["evals"], "val_loss"), 2 * index + 1))
-    smoothing_note = f", {smoothing}" if len(runs) > 1 and smoothing else ""
-    _print_chart(f"loss, {unit}{smoothing_note}", "steps", series, console, 13, True)
+        smoothed = _points({**steps, "loss": smooth_losses(steps["loss"])}, "loss")
+        series.append(Series(name if several else f"training, {smoothing or raw}", smoothed, 2 * index))
+        evals = _points(run["evals"], "val_loss")
+        series.append(Series(f"{name} held-out" if several else "held-out", evals, 2 * index + 1))
+    return f"loss, {unit}" + (f", {smoothing}" if several and smoothing else ""), "steps", series, 13, True
 
 
 def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tuple[float, float]]:
@@ -102,22 +92,18 @@ def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
             steps = {**steps, **run["evals"]}
         last = {key: steps[key][-1] if steps[key] else None for key in steps}
         loss = end.get("val_loss") or (best or {}).get("val_loss")
-        table.add_row(
-            run["name"],
-            _format_number(last["step"]),
-            _format_number(last["tokens"]),
-            "–" if last["seconds"] is None else format_seconds(last["seconds"]),
-            "–" if loss is None else f"{loss:.4f}" if loss < 1e6 else f"{loss:.4g}",
-            "–" if best is None else f"{best['step']:,}",
-            "–" if end.get("bits_per_byte") is None else f"{end['bits_per_byte']:.4f}",
-            _format_number(last["tokens_per_second"]),
-            end.get("reason") or "none yet",
-        )
+        cells = [
+            (last["step"], "{:,.0f}".format),
+            (last["tokens"], "{:,.0f}".format),
+            (last["seconds"], format_seconds),
+            (loss, ("{:.4f}" if (loss or 0) < 1e6 else "{:.4g}").format),
+            (best and best["step"], "{:,}".format),
+            (end.get("bits_per_byte"), "{:.4f}".format),
+            (last["tokens_per_second"], "{:,.0f}".format),
+        ]
+        texts = ("–" if value is None else form(value) for value, form in cells)
+        table.add_row(run["name"], *texts, end.get("reason") or "none yet")
     return table
-
-
-def _format_number(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.0f}"
 
 
 def _settings_table(run_reports: "Sequence[Report]") -> Table:

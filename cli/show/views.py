@@ -21,10 +21,6 @@ def _round(array: Any, digits: int = 6) -> Any:
     return np.round(np.asarray(array, np.float64), digits).tolist()
 
 
-def _token_texts(tokenizer: "Tokenizer", ids: Any) -> dict[str, str]:
-    return {str(id): inspect.token_text(tokenizer, id) for id in np.unique(ids).tolist()}
-
-
 def attention_data(inspection: inspect.Inspection, tokenizer: "Tokenizer", model: str, prompt: str) -> Tree:
     """Returns the object of ``gpt inspect attention --json``."""
 
@@ -105,6 +101,7 @@ def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
             "use a shorter prompt, a single --layer, or -o FILE.json",
         )
     best = np.argsort(-inspection.logits, kind="stable")[:MAX_NEXT_TOKENS]
+    shown = np.unique(np.concatenate([inspection.lens.ids.ravel(), best])).tolist()
     return {
         "model": model,
         "dropped": inspection.dropped,
@@ -116,41 +113,41 @@ def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
         "scores": _scores(inspection),
         "windows": inspection.windows,
         "lens": {"ids": inspection.lens.ids.tolist(), "probabilities": _round(inspection.lens.probabilities, 5)},
-        "texts": _token_texts(tokenizer, np.concatenate([inspection.lens.ids.ravel(), best])),
+        "texts": {str(id): inspect.token_text(tokenizer, id) for id in shown},
         "next": {"logits": pack_array(inspection.logits.astype(np.float32))},
     }
 
 
-def near_data(neighbors: list[inspect.Neighbor]) -> list[Tree]:
-    """Returns tokens with their cosines."""
+def _near(neighbors: list[inspect.Neighbor]) -> list[Tree]:
     return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in neighbors]
 
 
-def word_data(word: inspect.Word, tokenizer: "Tokenizer") -> Tree:
-    """Returns a word and its tokens."""
+def _word(word: inspect.Word, tokenizer: "Tokenizer") -> Tree:
     return {"word": word.text, "tokens": word.ids, "pieces": [inspect.token_text(tokenizer, id) for id in word.ids]}
-
-
-def word_note(word: inspect.Word, tokenizer: "Tokenizer") -> str:
-    """Describes how a word was encoded."""
-    if len(word.ids) == 1:
-        return f'"{word.text}", one token'
-    pieces = " ".join(f'"{inspect.token_text(tokenizer, id)}"' for id in word.ids)
-    return f'"{word.text}" is {len(word.ids)} tokens, represented by their mean: {pieces}'
 
 
 def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddings, model: str) -> Tree:
     """Returns the object of ``gpt inspect neighbors --json``."""
-    entries = [
-        word_data(word, table.tokenizer) | {"neighbors": near_data(table.neighbors(word, count))} for word in words
-    ]
+    entries = [_word(word, table.tokenizer) | {"neighbors": _near(table.neighbors(word, count))} for word in words]
     return {"model": model, "words": entries}
 
 
 def analogy_data(terms: list[tuple[int, inspect.Word]], count: int, table: inspect.Embeddings, model: str) -> Tree:
     """Returns the object of ``gpt inspect analogy --json``."""
-    entries = [{"sign": sign, **word_data(word, table.tokenizer)} for sign, word in terms]
-    return {"model": model, "terms": entries, "nearest": near_data(table.analogy(terms, count))}
+    entries = [{"sign": sign, **_word(word, table.tokenizer)} for sign, word in terms]
+    return {"model": model, "terms": entries, "nearest": _near(table.analogy(terms, count))}
+
+
+def near_group(title: str, words: list[Tree], near: list[Tree]) -> Tree:
+    """Returns the nearest tokens for the page: with a title, and a note on how ``words`` were encoded."""
+    notes = [
+        f'"{word["word"]}", one token'
+        if len(word["pieces"]) == 1
+        else f'"{word["word"]}" is {len(word["pieces"])} tokens, represented by their mean: '
+        + " ".join(f'"{piece}"' for piece in word["pieces"])
+        for word in words
+    ]
+    return {"title": title, "note": "; ".join(notes), "near": near}
 
 
 MAX_TABLE_SIDE = 1024  # Maximum rows and columns of a table on a page.

@@ -72,7 +72,9 @@ def report_page(reports: Sequence[Report]) -> Tree:
     runs, unit = comparable_runs(reports, POINTS)
     for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
-        run["levels"] = _yardstick_levels(run) if len(runs) == 1 else {}
+        values, nats = run["yardsticks"] or {}, run["bits_per_nat"] if len(runs) == 1 else None
+        known = [name for name in ("ppmd", "xz", "unigram", "uniform") if nats and values.get(name) is not None]
+        run["levels"] = {name: values[name] / nats for name in known}  # In nats per token.
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
     raw, smooth = describe_smoothing(reports, POINTS)
@@ -84,13 +86,6 @@ def report_page(reports: Sequence[Report]) -> Tree:
         "smoothing": smooth,
         "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
     }
-
-
-def _yardstick_levels(run: Tree) -> Tree:
-    """Returns the yardsticks in nats per token."""
-    values, bits_per_nat = run["yardsticks"] or {}, run["bits_per_nat"]
-    names = [name for name in ("ppmd", "xz", "unigram", "uniform") if bits_per_nat and values.get(name) is not None]
-    return {name: values[name] / bits_per_nat for name in names}
 
 
 NATS, BITS = "nats per token", "bits per byte"

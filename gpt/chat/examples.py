@@ -25,8 +25,8 @@ _TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id
 _TOOL_ROLES = ("tool", "function", "ipython", "function_call", "observation")
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
 _UNSUPPORTED = (
-    "images", "image", "videos", "video", "audios", "audio", "documents", "chosen", "rejected", "mask", "train_detail",
-    "training_detail",
+    "images", "image", "videos", "video", "audios", "audio", "documents", "chosen", "rejected", "mask", "history",
+    "train_detail", "training_detail",
 )  # fmt: skip
 HARMLESS = (
     "id", "idx", "index", "uuid", "hash", "source", "dataset", "split", "language", "lang", "category", "task", "topic",
@@ -81,7 +81,7 @@ class Pair(Example):
     records = RecordForm(
         ("prompt", "completion"),
         lambda record, where: _parse_pair(record, where),
-        '--pairs reads records {"prompt": "…", "completion": "…"}',
+        '--pairs reads records {"prompt": "…", "completion": "…"}; --chat reads lists of messages in their place',
         optional=_REFUSED,
     )
 
@@ -111,9 +111,12 @@ class Conversation(Example):
         lambda record, where: _parse_conversation(record, where),
         '--chat reads records {"messages": [{"role": "user", "content": "…"}, …]}',
         strings=False,
-        synonyms=("conversations", "conversation"),
+        alternatives=(  # ShareGPT's, Alpaca's and TRL's.
+            ("conversations",), ("conversation",), ("instruction", "input", "output"), ("instruction", "output"),
+            ("prompt", "completion"),
+        ),
         optional=("system", "chat_template_kwargs", *_REFUSED),
-    )
+    )  # fmt: skip
 
     messages: list[dict[str, Any]]
     where: str
@@ -155,25 +158,40 @@ def _parse_pair(record: dict[str, Any], where: Callable[[], str]) -> Pair:
 
 def _parse_conversation(record: dict[str, Any], where: Callable[[], str]) -> Conversation:
     form = Conversation.records
-    messages = parse_column(record.get(form.columns(record)[0]))
+    messages, prompt_length = _read_messages(record)
     variables = parse_column(record.get("chat_template_kwargs")) or {}
-    if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
-        raise BadRecord('it has no list of objects "messages"', option_hint(record, form.hint))
     for item in [record, *messages]:
         _check_supported(item)
     if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
         problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
         raise BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
     turns = [_parse_message(item) for item in messages]
-    system = record.get("system")
-    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in turns):
-        messages, turns = [{}, *messages], [{"role": "system", "content": system}, *turns]
     answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
-    context = [i for i in answers if not _is_trained_on(messages[i])]
+    context = [i for i in answers if i < prompt_length or not _is_trained_on(messages[i])]
     if len(context) == len(answers):
         problem = 'every assistant message has "weight": 0 or the like' if answers else "it has no assistant message"
         raise BadRecord(f"{problem}: there is nothing to learn", form.hint)
+    system = record.get("system")
+    if isinstance(system, str) and system and not any(message["role"] in ("system", "developer") for message in turns):
+        turns, context = [{"role": "system", "content": system}, *turns], [i + 1 for i in context]
     return Conversation(turns, where(), context, variables, _unused_keys(record, form))
+
+
+def _read_messages(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """Returns the messages of a record of any format, and how many of them are only context."""
+    key, hint = Conversation.records.columns(record)[0], Conversation.records.hint
+    if key == "instruction":
+        request, answer = (get_string(record, key, hint, null=False) for key in ("instruction", "output"))
+        if added := get_string(record, "input", hint) if "input" in record else "":
+            request = f"{request}\n{added}"
+        return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}], 0
+    messages: list[dict[str, Any]] = []
+    for name in ("prompt", "completion") if key == "prompt" else (key,):
+        prompt_length, more = len(messages), parse_column(record.get(name))
+        if not isinstance(more, list) or not all(isinstance(item, dict) for item in more):
+            raise BadRecord(f'it has no list of objects "{name}"', option_hint(record, hint))
+        messages += more
+    return messages, prompt_length
 
 
 def _parse_message(message: dict[str, Any]) -> dict[str, str]:
@@ -220,25 +238,39 @@ def _check_supported(values: dict[str, Any]) -> None:
 
 
 def _unused_keys(record: dict[str, Any], form: RecordForm[Any]) -> list[str]:
-    known = {*form.keys, *form.synonyms, *form.optional, *HARMLESS}
+    known = {*form.columns(record), *form.optional, *HARMLESS}
     return [key[:40] for key, value in record.items() if value is not None and key not in known]
 
 
-class _AllKeys(RecordForm[list[str]]):
+KINDS: tuple[type[Example], ...] = (Conversation, Pair)
+
+
+class _AnyKind(RecordForm[tuple[type[Example] | None, bool]]):
     def columns(self, available: Collection[str]) -> list[str]:
-        return [*available] if any({*kind.records.columns(available)} & {*available} for kind in KINDS) else [""]
+        return [*available] if any({*kind.records.columns(available)} <= {*available} for kind in KINDS) else [""]
 
 
-KINDS: tuple[type[Example], ...] = (Pair, Conversation)
-_KEYS = _AllKeys((), lambda record, where: sorted(record), "", strings=False)
+def _find_kind(record: dict[str, Any]) -> tuple[type[Example] | None, bool]:
+    """Returns the kind of example that a record is, and whether it has no other keys than that kind needs."""
+    for kind in KINDS:
+        columns = {*kind.records.columns(record)}
+        if columns <= record.keys() and (kind is Pair or "prompt" not in columns or _has_messages(record["prompt"])):
+            return kind, columns - {*kind.records.optional} == record.keys()
+    return None, False
 
 
+def _has_messages(value: Any) -> bool:
+    messages = parse_column(value)
+    return isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages)
+
+
+_ANY_KIND = _AnyKind((), lambda record, where: _find_kind(record), "", strings=False)
 E = TypeVar("E", bound=Example)
 
 
 def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
-    """Returns the example type whose keys match every record of ``texts`` exactly. Returns None if no type matches, or
-    if ``texts`` are not readable record files on this disk."""
+    """Returns the kind of example that every record of ``texts`` is, without other keys. Returns None if there is
+    none, or if ``texts`` are not readable record files on this disk."""
     reader = Reader(replace(config, skip_bad=False))
     common_kind: type[Example] | None = None
     try:
@@ -246,9 +278,8 @@ def kind_of(texts: Sequence[str], config: TextConfig) -> type[Example] | None:
             return None
         files = sources.find(texts)
         for source in files if all(map(has_records, files)) else ():
-            for keys in reader.records(source, _KEYS):
-                kind = next((kind for kind in KINDS if keys == sorted(kind.records.keys)), None)
-                if kind is None or common_kind not in (None, kind):
+            for kind, is_exact in reader.records(source, _ANY_KIND):
+                if not is_exact or common_kind not in (None, kind):
                     return None
                 common_kind = kind
     except (UserError, OSError):  # The caller reads the texts again and gets this error.
@@ -268,10 +299,9 @@ def read_all_examples(texts: Sequence[str], config: ReadConfig, note: OnNote) ->
     for records that cannot be read."""
     reader = Reader(replace(config, skip_bad=True))
     for source in sources.find(texts):
-        for keys in reader.records(source, _KEYS):
-            for kind in KINDS:
-                if {*kind.records.columns(keys)} <= {*keys}:
-                    return read_examples(texts, TextConfig(**asdict(config), val_fraction=0), kind, note)
+        for kind, _ in reader.records(source, _ANY_KIND):
+            if kind is not None:
+                return read_examples(texts, TextConfig(**asdict(config), val_fraction=0), kind, note)
     return None
 
 

@@ -212,13 +212,13 @@ class RecordForm(Generic[Value]):
     hint: str
     strings: bool = True
     json_hint: str = ""  # Appended to hints about JSON files.
-    synonyms: tuple[str, ...] = ()  # Other names for the key, if ``keys`` has only one.
+    alternatives: tuple[tuple[str, ...], ...] = ()  # Other sets of keys that a record can have instead of ``keys``.
     optional: tuple[str, ...] = ()
 
     def columns(self, available: Collection[str]) -> list[str]:
         """Returns the keys to read, given the ``available`` keys."""
-        required = [next((name for name in (key, *self.synonyms) if name in available), key) for key in self.keys]
-        return required + [name for name in self.optional if name in available]
+        required = next((keys for keys in (self.keys, *self.alternatives) if {*keys} <= {*available}), self.keys)
+        return [*required, *(name for name in self.optional if name in available)]
 
 
 class BadRecord(UserError):
@@ -476,6 +476,8 @@ def option_hint(available: Collection[str], hint: str) -> str:
     """Returns the option that reads records with these keys, or ``hint``."""
     if not {"messages", "conversations", "conversation"}.isdisjoint(available):
         return "--chat reads records with messages"
+    if {"instruction", "output"} <= {*available}:
+        return "--chat reads records with instruction, input and output"
     return "--pairs reads records with prompt and completion" if {"prompt", "completion"} <= {*available} else hint
 
 

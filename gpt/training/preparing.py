@@ -80,8 +80,8 @@ def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[s
     kind = kind_of(texts, config)
     if kind is None:
         return config
-    keys = " and ".join(kind.records.keys)
-    note(f"{', '.join(texts)}: every record has only {keys}: assuming {kind.option} (--field KEY reads text instead)")
+    found = f"every record is a {kind.singular}: assuming {kind.option}"
+    note(f"{', '.join(texts)}: {found} (--field KEY reads text instead)")
     return replace(config, pairs=kind is Pair, chat=kind is Conversation)
 
 

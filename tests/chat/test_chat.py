@@ -139,7 +139,11 @@ def read_back(messages: list[Any]) -> Conversation:
 
 
 def make_jsonl(chats: list[Any]) -> str:
-    return "".join(json.dumps({"messages": messages}) + "\n" for messages in chats)
+    return make_lines([{"messages": messages} for messages in chats])
+
+
+def make_lines(records: list[Any]) -> str:
+    return "".join(json.dumps(record) + "\n" for record in records)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -384,6 +388,10 @@ def test_missing_special_tokens_are_added_to_the_model(run_folder: Path, workdir
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, '"weight" is 0.5, not 0 or 1'),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "every assistant message has .*: there is nothing to learn"),
         ({"conversations": [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"}]}, "it uses tools"),
+        ({"instruction": "Add.", "input": "1 2", "output": None}, '"output" is not a string'),
+        ({"instruction": "Add.", "input": [1, 2], "output": "3"}, '"input" is not a string'),
+        ({"prompt": "a", "completion": "b"}, 'it has no list of objects "prompt"'),
+        ({"prompt": CHAT[:1], "completion": CHAT[:1]}, "it has no assistant message: there is nothing"),
     ],
 )  # fmt: skip
 def test_bad_conversation_is_named_or_skipped(workdir: Path, line: Any, message: str) -> None:
@@ -406,7 +414,7 @@ def test_chat_is_inferred_from_the_messages_key(gpt: Gpt, workdir: Path) -> None
     Path("chats.jsonl").write_text(make_jsonl(CHATS))
     result = gpt("train", "chats.jsonl", "--steps", "1")
     assert result.code == 0, result.err
-    assert "chats.jsonl: every record has only messages: assuming --chat (--field KEY reads text instead)" in result.err
+    assert "chats.jsonl: every record is a conversation: assuming --chat (--field KEY reads text instead)" in result.err
     assert "gpt chat -m" in result.out
     assert json.loads(Path("runs/chats/run.json").read_text())["settings"]["chat"] is True
 
@@ -505,6 +513,49 @@ def test_an_answer_can_use_the_rest_of_the_context(gpt: Gpt, file: Path, prompts
     assert "the first 2 messages were dropped" in errors
     assert errors.count("stopped at 9 tokens: /more continues") == 2
     assert errors.count("fill the context of 128") == 3  # Two times /more, and a message that is too long
+
+
+ALPACA = [
+    {"instruction": "Add the numbers.", "input": "1 2", "output": "3"},
+    {"instruction": "Say hello.", "input": "", "output": "Hello."},
+    {"instruction": "Say hello.", "output": "Hello."},
+]
+TRL = [{"prompt": [SYSTEM, *CHAT[:3]], "completion": CHAT[3:]}, {"prompt": [], "completion": [SYSTEM, *CHAT]}]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet", "csv"])
+def test_alpaca_and_trl_records_are_conversations(suffix: str, workdir: Path) -> None:
+    for name, records in {"alpaca": ALPACA[:2] if suffix in ("csv", "parquet") else ALPACA, "trl": TRL[:1]}.items():
+        path = Path(f"{name}.{suffix}")
+        if suffix == "parquet":
+            parquet.write_table(pa.Table.from_pylist(records), path)
+        elif suffix == "csv":
+            cells = [[value if isinstance(value, str) else json.dumps(value) for value in r.values()] for r in records]
+            lines = [",".join('"' + cell.replace('"', '""') + '"' for cell in row) for row in [[*records[0]], *cells]]
+            path.write_text("\n".join(lines))
+        else:
+            path.write_text(json.dumps(records) if suffix == "json" else make_lines(records))
+        assert examples.kind_of([str(path)], TextConfig()) is Conversation
+    questions = ["Add the numbers.\n1 2", "Say hello.", "Say hello."]
+    assert [conversation.messages for conversation in read(f"alpaca.{suffix}")] == [
+        [{"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
+        for question, record in zip(questions, ALPACA, strict=True)
+    ][: 2 if suffix in ("csv", "parquet") else 3]
+    (conversation,) = read(f"trl.{suffix}")
+    assert (conversation.messages, conversation.context, conversation.ignored) == ([SYSTEM, *CHAT], [2], [])
+
+
+def test_only_the_completion_of_messages_is_learned(workdir: Path) -> None:
+    Path("trl.jsonl").write_text(make_lines([{**TRL[0], "prompt": CHAT[:3], "system": "Be brief."}, TRL[1]]))
+    first, second = read("trl.jsonl")
+    assert (first.messages[0]["role"], first.context, second.context) == ("system", [2], [])
+    Path("mixed.jsonl").write_text(make_lines([TRL[0], {"prompt": "a", "completion": "b"}]))
+    assert examples.kind_of(["mixed.jsonl"], TextConfig()) is None
+    Path("lists.jsonl").write_text(make_lines([{"prompt": "[3, 1]", "completion": "[1, 3]"}]))
+    assert examples.kind_of(["lists.jsonl"], TextConfig()) is examples.Pair
+    with pytest.raises(UserError, match='^trl.jsonl, line 1: "prompt" is not a string') as error:
+        examples.read_examples(["trl.jsonl"], TextConfig(val_fraction=0), examples.Pair)
+    assert "--chat reads lists of messages" in str(error.value.hint)
 
 
 def test_conversation_formats_of_other_tools_are_read(workdir: Path) -> None:
@@ -648,7 +699,7 @@ def test_guide_has_every_key() -> None:
         examples.HARMLESS,
         examples._MESSAGE_KEYS,
         Conversation.records.keys,
-        Conversation.records.synonyms,
+        *(keys for keys in Conversation.records.alternatives if len(keys) == 1),
         Conversation.records.optional,
     )
     assert keys == {"name", *(key for names in lists for key in names)}

@@ -66,7 +66,7 @@ def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
     assert gpt("train", file, "--pairs", *options, "-o", "asked").code == 0
     result = gpt("train", file, *options, "-o", "inferred")
     assert result.code == 0, result.err
-    line = f"{file}: every record has only prompt and completion: assuming --pairs (--field KEY reads text instead)"
+    line = f"{file}: every record is a pair: assuming --pairs (--field KEY reads text instead)"
     assert result.err.splitlines().count(line) == 1
     assert json.loads(Path("inferred/run.json").read_text())["settings"]["pairs"] is True
     assert_same(Path("asked"), Path("inferred"))

@@ -28,6 +28,7 @@ from gpt.config.model import GPTConfig
 from gpt.exporting import card as cards
 from gpt.exporting import provenance
 from gpt.exporting.card import Comparison, Facts, card
+from gpt.exporting.export import find_target
 from gpt.exporting.provenance import Ancestor, Provenance, Text, group_texts, read_provenance
 from gpt.exporting.source import SourceModel
 from gpt.insight.evaluate import Evaluation
@@ -287,6 +288,14 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
 
 
 # Options and output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "type"),
+    [("float32", "f32"), ("float16", "f16"), ("int8", "q8_0"), ("int4", "q4_0"), ("q8_0", "q8_0"), (None, "f16")],
+)
+def test_gguf_dtypes_have_both_names(dtype: Any, type: str) -> None:
+    assert find_target("book.gguf", ExportConfig(dtype=dtype)).type == type
 
 
 @pytest.mark.parametrize(

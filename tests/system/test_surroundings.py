@@ -189,14 +189,14 @@ def _take_terminal(terminal: int) -> None:
 
 
 def test_unwritable_stderr_does_not_stop_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt_cli.show import render
+    from gpt_cli.show import render, terminal
 
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
             raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(sys, "stderr", Gone())
-    console = render.stderr()
+    console = terminal.stderr()
     console.print("step 1")
     console.print("step 2")
     render.note("done")
