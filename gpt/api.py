@@ -18,7 +18,6 @@ from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
-from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
@@ -285,7 +284,6 @@ class Measured:
     parameters: int
     device: str
     dtype: str
-    compiled: bool
     settings: BenchConfig
     speed: "DecodingSpeed"
 
@@ -297,14 +295,12 @@ def bench(
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
-    compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
     """Measures generation speed. ``target`` is a preset, with random weights, or a model as in `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
-    sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
         compute = pick(device, dtype)
         with compute.device:
@@ -315,14 +311,13 @@ def bench(
         prepare(model, compute, note)
         name = target
     else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
+        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
-    step = compile_step(model, compute, note) if compile == "on" else None
-    speed = measure(model, compute, config, step)
+    speed = measure(model, compute, config, note)
     parameters = breakdown(model.config).trainable
     device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, parameters, device_name, dtype_name(model, compute), step is not None, config, speed)
+    return Measured(name, parameters, device_name, dtype_name(model, compute), config, speed)
 
 
 def export(

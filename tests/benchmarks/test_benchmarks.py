@@ -50,7 +50,7 @@ def test_gpu_benchmark_runs_without_rustbpe(
     *trained, decoding = report["cases"]
     assert "error" not in decoding, decoding
     assert decoding["tokens_per_second"] == pytest.approx(2e3 / decoding["milliseconds_a_step"])
-    assert (decoding["texts"], decoding["compiled"]) == (2, "no")
+    assert (decoding["texts"], decoding["cuda_graphs"]) == (2, "no")
     for case in trained:
         assert "error" not in case, case
         assert case["tokens_per_second"] == pytest.approx(256 / case["seconds"][0])
