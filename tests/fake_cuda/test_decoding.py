@@ -13,20 +13,17 @@ import numpy as np
 import pytest
 import torch
 from conftest import TINY, Gpt, make_text, more, slow
-from models import CPU, EOT, PROMPTS, loud, tiny_model
+from models import CPU, EOT, PROMPTS, tiny_model
 
 import gpt
 from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
-from gpt.config import GPTConfig
 from gpt.cuda_graph import GraphedFunction
 from gpt.decoding.context import CACHE_SHARE, MAX_IDLE_CONTEXTS, Context
 from gpt.decoding.engine import Engine, Request, Update
-from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.errors import NotANumber, UserError
 from gpt.model.params import cache_bytes
-from gpt.model.quantize import quantize_model
 
 Disguise = Callable[..., Any]
 REQUESTS: list[dict[str, Any]] = [
@@ -281,37 +278,6 @@ def test_failed_capture_leaves_eager_steps_and_one_note(
         assert [piece.sample.text for piece in pieces if piece.sample] == expected
     reason = str(error).splitlines()[0]
     assert notes == [f"decoding steps run without CUDA graphs, which is slower: {reason}"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", slow("int8")])
-@pytest.mark.parametrize("config", [
-    GPTConfig.of("modern", 50, 64, 2, 4, 32, n_kv_head=2, window=20),
-    slow(GPTConfig.of("gpt2", 50, 64, 2, 2, 32)),
-])  # fmt: skip
-def test_graphs_of_all_sizes_match_packed_steps(
-    disguise: Disguise, config: GPTConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Rows in and out of order, rings that wrap around, and RoPE tables that grow."""
-    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
-    monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 8)
-    with disguise() as device, torch.inference_mode():
-        compute = Compute(torch.device("cuda"), torch.float32)
-        contexts = []
-        for graphed in (True, False):
-            torch.manual_seed(0)
-            model = loud(config) if dtype == "float32" else quantize_model(loud(config), 8)
-            contexts.append(Context(prepare(model.to("cuda"), compute), compute, 5, note=pytest.fail))
-            if not graphed:
-                contexts[-1]._token_step = None
-        for step in range(config.block_size if config.positions != "rotary" else 300):
-            rows = [[0], [0, 1, 2, 3], [1, 3, 4], [*range(5)], [4]][step % 5]
-            results = []
-            for context in contexts:
-                slots = [context.slots[row] for row in rows]
-                ids = torch.tensor([(row + step) % 50 for row in rows]).to("cuda")
-                results.append(context.logits(context.forward([(slot, 1) for slot in slots], ids)).cpu())
-            torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
-        assert device.launches["graph"] == step + 1
 
 
 @pytest.mark.slow
