@@ -138,15 +138,15 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("dtype", ["float32", slow("int8")])
 @pytest.mark.parametrize("config", [
-    GPTConfig.of("modern", 50, 64, 2, 4, 32, n_kv_head=2, window=20),
-    slow(GPTConfig.of("gpt2", 50, 64, 2, 2, 32)),
+    GPTConfig.of("modern", 50, 16, 2, 4, 32, n_kv_head=2, window=4, window_layers=(1,)),
+    slow(GPTConfig.of("gpt2", 50, 16, 2, 2, 32)),
 ])  # fmt: skip
 def test_graphs_of_all_sizes_match_packed_steps(
     cuda: Any, config: GPTConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in and out of order, rings that wrap around, and RoPE tables that grow."""
     monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
-    monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 8)
+    monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 4)
     with torch.inference_mode():
         compute = Compute(torch.device(DEVICE), torch.float32)
         contexts = []
@@ -157,7 +157,7 @@ def test_graphs_of_all_sizes_match_packed_steps(
             contexts.append(Context(model, compute, 5, note=pytest.fail))
             if not graphed:
                 contexts[-1]._token_step = None
-        for step in range(config.block_size if config.positions != "rotary" else 300):
+        for step in range(40 if config.positions == "rotary" else 16):
             rows = [[0], [0, 1, 2, 3], [1, 3, 4], [*range(5)], [4]][step % 5]
             results = []
             for context in contexts:
