@@ -120,10 +120,10 @@ def describe_llama(llama: Path | None, path: Path) -> str:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     lines = (line.strip() for line in process.stdout)
-    found = next((line.partition("system_info:")[2].strip() for line in lines if "system_info:" in line), "unknown")
+    found = next((line for line in lines if "system_info:" in line or "listening" in line), "")
     process.kill()
     process.wait()
-    return f"{llama.name}, {found}"
+    return f"{llama.name}, {found.partition('system_info:')[2].strip() or 'unknown'}"
 
 
 def main() -> None:
