@@ -26,7 +26,6 @@ from gpt.corpus.shards import SIDES, Side
 from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
-from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.insight.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
@@ -290,7 +289,6 @@ class Measured:
     parameters: int
     device: str
     dtype: str
-    compiled: bool
     settings: BenchConfig
     speed: "DecodingSpeed"
 
@@ -302,14 +300,12 @@ def bench(
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
-    compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
     """Measures generation speed. ``target`` is a preset, with random weights, or a model as in `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
-    sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
         compute = pick(device, dtype)
         with compute.device:
@@ -321,14 +317,13 @@ def bench(
         compute = devices.lend_threads(compute) if native.is_packed(model) else compute
         name = target
     else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
+        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
-    step = compile_step(model, compute, note) if compile == "on" else None
-    speed = measure(model, compute, config, step)
+    speed = measure(model, compute, config, note)
     parameters = breakdown(model.config).trainable
     device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, parameters, device_name, dtype_name(model, compute), step is not None, config, speed)
+    return Measured(name, parameters, device_name, dtype_name(model, compute), config, speed)
 
 
 def export(

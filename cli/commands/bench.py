@@ -4,7 +4,7 @@ from typing import Annotated
 
 from gpt.config.bench import BenchConfig
 
-from ..options import Device, Dtype, Json, Threads, one_of, option, takes
+from ..options import Device, Dtype, Json, Threads, option, takes
 from ..show import progress, render, views_results
 
 
@@ -20,9 +20,6 @@ def bench(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
-    compile: Annotated[
-        str, one_of(("on", "off"), help="Compile steps on a GPU (CUDA graphs)", rich_help_panel="Machine")
-    ] = "off",
 ) -> None:  # fmt: skip
     """Measure generation speed, compared with memory bandwidth.
 
@@ -31,7 +28,5 @@ def bench(
     """
     with progress.startup_spinner(quiet=json):
         from gpt import api
-    measured = api.bench(
-        model, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
-    )
+    measured = api.bench(model, settings, device=device, dtype=dtype, threads=threads, note=render.note)
     render.json_line(views_results.speed(measured)) if json else render.speed(measured)

@@ -176,7 +176,7 @@ def speed(measured: "Measured") -> None:
     prefill, decoding = metrics.prefill_tokens_per_second, metrics.decode_tokens_per_second
     share = f"% of this memory's {metrics.bandwidth_bytes_per_second / 1e9:,.1f} GB/s; a step reads "
     rows = [
-        ("model", measured.name, details + (", compiled" if measured.compiled else "")),
+        ("model", measured.name, details),
         ("prefill", f"{prefill:,.0f}", f"tokens/s: {settings.prompt_tokens} of {sequences}"),
         ("first token", f"{1000 * metrics.first_token_seconds:,.1f}", "ms after the prompt"),
         ("decoding", f"{decoding:,.1f}", f"tokens/s: {settings.new_tokens} of {sequences}"),

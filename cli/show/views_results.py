@@ -74,7 +74,7 @@ def scored_tokens(window: "Window", losses: Any, tokenizer: "Tokenizer") -> Iter
 
 def speed(measured: "Measured") -> Tree:
     """Returns the object of ``gpt bench --json``."""
-    values = _pick(measured, "name", "parameters", "device", "dtype", "compiled")
+    values = _pick(measured, "name", "parameters", "device", "dtype")
     return values | asdict(measured.settings) | asdict(measured.speed)
 
 

@@ -1,23 +1,19 @@
 """Contexts: a KV cache with a slot per sequence, and the steps that compute new positions."""
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gpt.config.device import Compute, upload
-from gpt.decoding.logits import Filters, as_int64
 from gpt.decoding.native import TILE, Decoder, is_packed
-from gpt.decoding.token_step import Step, compile_step
+from gpt.decoding.token_step import TokenStep
 from gpt.decoding.weights import resident_bytes
 from gpt.model.cache import KVCache, Placement
-from gpt.model.decoder import GPT, ROPE_TABLE
+from gpt.model.decoder import GPT
 from gpt.model.params import WINDOW_SLACK, cache_bytes
-from gpt.model.quantize import QuantizedEmbedding
 from gpt.system.errors import UserError
 
 CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
@@ -58,9 +54,9 @@ class Context:
         compute: Compute,
         rows: int = 1,
         positions: int | None = None,
-        step: Step | None = None,
         vocab_size: int | None = None,
         size: int | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model = model
         # The model's vocabulary can be padded with ids that have no token.
@@ -74,17 +70,8 @@ class Context:
         # If None, torch computes the steps.
         self._decoder = Decoder(model, self.cache, compute.step_threads) if is_packed(model) else None
         self.slots = [Slot(at) for at in range(rows)]
-        self.compiled = step  # If None, steps run uncompiled.
-        if step is not None:
-            model.grow_rope_table(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
-            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
-            self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
-            static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
-            table = model.get_submodule("wte")
-            if isinstance(table, QuantizedEmbedding):  # By default, only parameters have fixed addresses.
-                static_tensors += [table.weight.levels, table.weight.scales]
-            for tensor in static_tensors:
-                torch._dynamo.mark_static_address(tensor)
+        # On a GPU, steps of one id per slot run as CUDA graphs.
+        self._token_step = TokenStep(model, self.cache, note) if compute.device.type == "cuda" else None
         has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If true, autocast is unnecessary.
         self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
 
@@ -100,6 +87,9 @@ class Context:
             slot.written = max(slot.written, slot.length + count)
         if self._decoder is not None:
             x = self._decoder.forward([(slot.row, slot.length, count) for slot, count in work], ids)
+        elif self._token_step is not None and self._token_step.works and all(count == 1 for _, count in work):
+            with self._autocast():
+                x = self._token_step([slot.row for slot, _ in work], ids, [slot.length for slot, _ in work])
         else:
             places = self._place(work)
             with self._autocast():
@@ -118,32 +108,6 @@ class Context:
                     continue
             parts.append((slot.row, [slot.length], count))
         return Placement(self.cache, parts)
-
-    @torch.inference_mode()
-    def next_tokens(
-        self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
-    ) -> list[Tensor]:
-        """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, writes the
-        next ids to `last` and returns their `score_tokens`. Without filters, returns logits (n, V).
-
-        Because shapes are fixed, the step also computes all other slots and overwrites their next column."""
-        assert self.compiled is not None
-        rows = [slot.row for slot in slots]
-        for slot in self.slots:
-            is_idle = slot.row not in rows and slot.computed == len(slot.token_ids)
-            if is_idle and slot.length >= self.cache.max_positions:  # A full slot has no next column.
-                slot.forget()
-            slot.written = max(slot.written, slot.length + 1)
-        step_inputs = np.zeros((2, self.cache.rows), np.int64)
-        step_inputs[0] = [slot.length for slot in self.slots]
-        step_inputs[1, rows[: len(keys)]] = as_int64(keys)[:, 0]
-        self._step_inputs.copy_(upload(step_inputs, self.compute.device))
-        self.model.grow_rope_table(int(step_inputs[0].max()) + 1)
-        with self._autocast():
-            outputs = self.compiled(self.cache, self.last, self._step_inputs, self.vocab_size, filters, top)
-        for slot in slots:
-            slot.length += 1
-        return [select(output, rows) for output in outputs]
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:
@@ -217,9 +181,7 @@ class ContextPool:
     """The contexts of one model. Keeps up to `MAX_IDLE_CONTEXTS` idle contexts for reuse, within `CACHE_SHARE` of
     memory.
 
-    CUDA graphs use fixed addresses, so they are valid only while their context exists. All contexts share one compiled
-    step. Above ``recompile_limit`` shapes, torch runs the step uncompiled. Above
-    ``cudagraph_unexpected_rerecord_limit`` new graphs, torch runs it without CUDA graphs.
+    CUDA graphs use fixed addresses, so they are valid only while their context exists.
     """
 
     def __init__(
@@ -233,12 +195,11 @@ class ContextPool:
         self.idle: list[Context] = []  # Most recently used last.
 
     @contextlib.contextmanager
-    def lease(self, rows: int, positions: int, compile: bool = False) -> Iterator[Context]:
+    def lease(self, rows: int, positions: int) -> Iterator[Context]:
         """Lends an empty context with ``rows`` rows of ``positions`` positions. Drops it after an error, because it can
         contain NaN or an unfinished step. Raises `UserError` if the KV cache does not fit in memory."""
-        step = self._step if compile else None
-        context = self._pop(rows, positions, step)
-        context = context or Context(self.model, self.compute, rows, positions, step, self.vocab_size)
+        context = self._pop(rows, positions)
+        context = context or Context(self.model, self.compute, rows, positions, self.vocab_size, note=self.note)
         try:
             yield context
         except GeneratorExit:  # The caller stopped reading early.
@@ -246,10 +207,10 @@ class ContextPool:
             raise
         self._put(context)
 
-    def _pop(self, rows: int, positions: int, step: Step | None) -> Context | None:
+    def _pop(self, rows: int, positions: int) -> Context | None:
         """Returns an idle context of this shape. If there is none, frees memory for a new context and returns None."""
         for index, context in enumerate(self.idle):
-            if (context.cache.rows, context.cache.max_positions, context.compiled) == (rows, positions, step):
+            if (context.cache.rows, context.cache.max_positions) == (rows, positions):
                 return self.idle.pop(index)
         self._shrink(reserved=rows * _sequence_bytes(self.model, self.compute, positions))
         return None
@@ -267,10 +228,6 @@ class ContextPool:
             len(self.idle) > MAX_IDLE_CONTEXTS or sum(context.cache.nbytes for context in self.idle) > budget
         ):
             self.idle.pop(0)
-
-    @functools.cached_property
-    def _step(self) -> Step | None:
-        return compile_step(self.model, self.compute, self.note)
 
 
 def capacity(model: GPT, compute: Compute, positions: int, share: float = CACHE_SHARE) -> int:

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.config.device import Download, upload
+from gpt.config.device import upload
 from gpt.config.sample import SampleConfig
 from gpt.decoding import sampler
 from gpt.decoding.beam import Search
 from gpt.decoding.context import Context, Slot, select
-from gpt.decoding.logits import Filters, Token, step_key
+from gpt.decoding.logits import Filters, Token
 from gpt.decoding.sampler import Draw
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import Request, RequestState, Update
@@ -117,15 +117,6 @@ class Engine:
         self.scheduler.release()
         states = self.scheduler.plan()
         unread_draws, self._draws = self._draws, []
-        if self.context.compiled is not None:
-            decoding_states = [
-                state
-                for state in states
-                if state.count == 1 and state.uncomputed <= 1 and state.request.config.max_tokens
-            ]
-            states = [state for state in states if state not in decoding_states]
-            if decoding_states:
-                self._decode_compiled(decoding_states, unread_draws)
         if states:
             self._compute(states, unread_draws)
         for draw in unread_draws:
@@ -154,7 +145,7 @@ class Engine:
         sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].row)
         work = sorted(((state, slot) for state in states for slot in state.live_slots), key=sort_key)
         known_ids = [id for state, slot in work for id in state.next_ids(slot)]
-        id_tensors = [] if context.compiled or not unread_draws else [_sort_ids(unread_draws)]
+        id_tensors = [_sort_ids(unread_draws)] if unread_draws else []
         id_tensors += [upload(known_ids, context.compute.device)] if known_ids else []
         x = context.forward(
             [(slot, state.count) for state, slot in work],
@@ -167,29 +158,6 @@ class Engine:
             if state.prompt:
                 sampler.echo(state, x[slot_ends[slot] - state.count : slot_ends[slot]], context)
         self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
-
-    def _decode_compiled(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Runs the compiled step. The step also chooses tokens if all requests share filters that need only logits."""
-        context, filters = self.context, states[0].filters
-        for draw in unread_draws:
-            if draw.ids is not None:
-                context.last[upload(draw.rows, context.compute.device)] = draw.ids
-        known_ids = {slot.row: slot.token_ids[-1] for state in states if state.uncomputed for slot in state.live_slots}
-        if known_ids:
-            new_ids = upload([[id] for id in known_ids.values()], context.compute.device)
-            context.last[upload([*known_ids], context.compute.device)] = new_ids
-        slots = [slot for state in states for slot in state.live_slots]
-        if any(
-            state.search or state.constraint or state.filters is not filters or filters.adjusts(state.token_index + 1)
-            for state in states
-        ):
-            [logits] = context.next_tokens(slots)
-            self._choose(states, {slot: n for n, slot in enumerate(slots, 1)}, lambda rows: select(logits, rows))
-            return
-        keys = [step_key(state.key, state.token_index + 1) for state in states] if filters.draws else []
-        top = max(state.request.config.logprobs or 0 for state in states)
-        scored = context.next_tokens(slots, filters, keys, top)
-        self._draws.append(Draw([(state, 0) for state in states], None, Download(*scored)))
 
     def _choose(
         self,
@@ -224,8 +192,7 @@ class Engine:
 def _sort_ids(draws: Sequence[Draw]) -> Tensor:
     """Returns drawn ids (n) in slot order."""
     rows = [row for draw in draws for row in draw.rows]
-    ids = torch.cat([draw.ids for draw in draws if draw.ids is not None]) if len(draws) > 1 else draws[0].ids
-    assert ids is not None
+    ids = torch.cat([draw.ids for draw in draws]) if len(draws) > 1 else draws[0].ids
     return (ids if rows == sorted(rows) else ids[upload(np.argsort(rows), ids.device)])[:, 0]
 
 

@@ -14,10 +14,6 @@ from gpt.system.errors import UserError
 from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
-# Minimum number of steps for which a GPU's steps are compiled. Compiling takes about half a minute, and a compiled step
-# of GPT-2 124M saves 3 ms on an H200 (benchmarks/RESULTS.md). The minimum also applies if a compiled step already
-# exists, because earlier calls must not change a text.
-MIN_COMPILED_STEPS = 20_000
 POSITIONS_MULTIPLE = 256  # Context sizes are rounded up to a multiple, so that later calls can reuse a context.
 
 
@@ -148,17 +144,16 @@ class TextGenerator:
                     for piece in pieces:
                         yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
 
-    def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int, bool]:
-        """Returns a context's numbers of rows and positions, and whether to compile. The number of texts, the batch
-        size and memory limit the rows."""
+    def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int]:
+        """Returns a context's numbers of rows and positions. The number of texts, the batch size and memory limit the
+        rows."""
         config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
         max_length = max(map(len, prompts), default=1) + config.max_tokens
         positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)
         max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
         batch_size = config.batch or max(1, max_rows // width)
         rows = max(1, min(batch_size, count))
-        is_long = self.compute.device.type == "cuda" and config.max_tokens * count >= MIN_COMPILED_STEPS * rows
-        return width * rows, positions, config.compile == "on" or (config.compile == "auto" and is_long)
+        return width * rows, positions
 
     def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
         """Returns the pieces of an update. If it is the text's last update, its pieces have samples."""

@@ -13,7 +13,7 @@ from gpt.decoding.engine import Engine, Request, Update
 from gpt.serve.metrics import ServerMetrics
 from gpt.system.errors import UserError, WorkError, is_out_of_memory
 
-CHUNK = 128  # Maximum prompt ids per step.
+CHUNKS = {"cpu": 128, "mps": 128, "cuda": 2048}  # Maximum prompt ids per step, by device: a fraction of a second.
 T = TypeVar("T")
 
 
@@ -29,9 +29,9 @@ class Ticket:
 class Worker:
     """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
-    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
-        self.ends, self.metrics, self.chunk = ends, metrics, chunk
-        self.engine = Engine(context, ends, chunk)
+    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = 0) -> None:
+        self.ends, self.metrics, self.chunk = ends, metrics, chunk or CHUNKS[context.compute.device.type]
+        self.engine = Engine(context, ends, self.chunk)
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
