@@ -17,7 +17,8 @@ from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.constraint import ConstraintCache
-from gpt.decoding.context import ContextPool
+from gpt.decoding.context import MIN_POSITIONS, Context
+from gpt.decoding.engine import Engine
 from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
@@ -77,9 +78,11 @@ class LanguageModel:
         return read_defaults(self.path, self.note)
 
     @functools.cached_property
-    def contexts(self) -> ContextPool:
-        """The KV caches, reused across calls."""
-        return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
+    def engine(self) -> Engine:
+        """Generates the texts of all calls and threads. Its KV cache keeps earlier texts, so that later prompts that
+        begin like them are computed only from there on."""
+        context = Context(self.model, self.compute, 1, MIN_POSITIONS, vocab_size=self.tokenizer.vocab_size)
+        return Engine(context, self.tokenizer.ends, note=self.note)
 
     @functools.cached_property
     def _constraints(self) -> ConstraintCache:
@@ -91,7 +94,7 @@ class LanguageModel:
         """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
         result depends only on the arguments."""
         config = config or self.sampling.apply(SampleConfig(), ())
-        writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
     def write_all(
@@ -106,7 +109,7 @@ class LanguageModel:
         change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
         config.check_num(num)
-        writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:

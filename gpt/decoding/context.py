@@ -1,8 +1,7 @@
 """Contexts: a KV cache with a slot per sequence, and the steps that compute new positions."""
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from gpt.decoding.logits import Filters, as_int64
 from gpt.decoding.native import TILE, Decoder, is_packed
-from gpt.decoding.token_step import Step, compile_step
+from gpt.decoding.token_step import Step
 from gpt.decoding.weights import resident_bytes
 from gpt.device import Compute, upload
 from gpt.errors import UserError
@@ -20,8 +19,8 @@ from gpt.model.decoder import GPT, ROPE_TABLE
 from gpt.model.params import WINDOW_SLACK, cache_bytes
 from gpt.model.quantize import QuantizedEmbedding
 
+MIN_POSITIONS = 256  # Minimum number of positions of a slot, unless the context is shorter.
 CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
-MAX_IDLE_CONTEXTS = 4  # Maximum number of idle contexts.
 
 
 @dataclass(eq=False)
@@ -67,25 +66,45 @@ class Context:
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.compute = compute
         self.size = min(model.config.block_size, size or model.config.block_size)  # Context length in tokens.
-        positions = min(self.size, positions or self.size)
-        _check_memory(model, compute, rows, positions)
-        dtype, tile = (torch.float32, TILE) if is_packed(model) else (compute.dtype, 1)
-        self.cache = KVCache(model.config, rows, compute.device, dtype, positions, tile)
-        self._decoder = Decoder(model, self.cache) if is_packed(model) else None  # If None, torch computes the steps.
-        self.slots = [Slot(at) for at in range(rows)]
+        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If true, autocast is unnecessary.
+        self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
+        self.slots: list[Slot] = []
+        self.cache: KVCache
+        self.last: Tensor  # Newest id of each slot, for compiled steps.
+        self.resize(rows, min(self.size, positions or self.size), (), step)
+
+    def round_up(self, positions: int) -> int:
+        """Returns the positions that slots should get for sequences of so many, so that few sizes exist."""
+        doublings = (max(0, positions - 1) // MIN_POSITIONS).bit_length()
+        return min(MIN_POSITIONS << doublings, self.size)
+
+    def resize(self, rows: int, positions: int, kept: Sequence[Slot], step: Step | None) -> None:
+        """Replaces the KV cache by one with ``rows`` slots of ``positions`` positions. The first slots are those
+        ``kept``, with their contents. Raises `UserError` if the cache does not fit in memory."""
+        model, device = self.model, self.compute.device
+        _check_memory(model, self.compute, rows, positions)
+        dtype, tile = (torch.float32, TILE) if is_packed(model) else (self.compute.dtype, 1)
+        cache = KVCache(model.config, rows, device, dtype, positions, tile)
+        last = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        with torch.inference_mode():
+            for row, slot in enumerate(kept):
+                cache.copy(slot.row, row, 0, slot.written, slot.written, self.cache)
+                last[row] = self.last[slot.row]
+        for row, slot in enumerate(kept):
+            slot.row = row
+        self.cache, self.last = cache, last
+        self.slots = [*kept, *(Slot(row) for row in range(len(kept), rows))]
+        self._decoder = Decoder(model, cache) if is_packed(model) else None  # If None, torch computes the steps.
         self.compiled = step  # If None, steps run uncompiled.
         if step is not None:
             model.grow_rope_table(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
-            self.last = torch.zeros(rows, 1, dtype=torch.int64, device=compute.device)  # Newest id of each slot.
-            self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=compute.device)
-            static_tensors = [*self.cache.keys, *self.cache.values, self.cache.blocks, self.last, self._step_inputs]
+            self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=device)
+            static_tensors = [*cache.keys, *cache.values, cache.blocks, last, self._step_inputs]
             table = model.get_submodule("wte")
             if isinstance(table, QuantizedEmbedding):  # By default, only parameters have fixed addresses.
                 static_tensors += [table.weight.levels, table.weight.scales]
             for tensor in static_tensors:
                 torch._dynamo.mark_static_address(tensor)
-        has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If true, autocast is unnecessary.
-        self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
 
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
@@ -171,9 +190,10 @@ class Context:
         """Starts a prompt in a slot, at id number ``start``. Reuses the first ``prefix_length`` positions of
         ``source``."""
         if source is not slot:
+            slot.forget()  # An interrupted copy must not be taken for the slot's earlier sequence.
             self.cache.copy(source.row, slot.row, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
-        slot.token_ids, slot.start, slot.length = prompt, start, prefix_length
+        slot.length, slot.start, slot.token_ids = prefix_length, start, prompt  # An interruption can come in between.
 
     def slide(self, slot: Slot) -> None:
         """Makes room in a full slot. With absolute positions, drops the first half; the second must be recomputed."""
@@ -189,6 +209,7 @@ class Context:
                 _common_prefix(source.token_ids, target.token_ids) - source.start, source.length, target.length
             )
         written = max(source.written, target.written)
+        target.forget()
         self.cache.copy(source.row, target.row, max(0, prefix_length), source.length, written)
         target.token_ids, target.start, target.length = [*source.token_ids], source.start, source.length
         target.written = written
@@ -210,66 +231,6 @@ class Context:
 def select(tensor: Tensor, rows: list[int]) -> Tensor:
     """Returns rows of a tensor, as a view if they are the first rows."""
     return tensor[: len(rows)] if rows == [*range(len(rows))] else tensor[upload(rows, tensor.device)]
-
-
-class ContextPool:
-    """The contexts of one model. Keeps up to `MAX_IDLE_CONTEXTS` idle contexts for reuse, within `CACHE_SHARE` of
-    memory.
-
-    CUDA graphs use fixed addresses, so they are valid only while their context exists. All contexts share one compiled
-    step. Above ``recompile_limit`` shapes, torch runs the step uncompiled. Above
-    ``cudagraph_unexpected_rerecord_limit`` new graphs, torch runs it without CUDA graphs.
-    """
-
-    def __init__(
-        self,
-        model: GPT,
-        compute: Compute,
-        note: Callable[[str], None] = lambda text: None,
-        vocab_size: int | None = None,
-    ) -> None:
-        self.model, self.compute, self.note, self.vocab_size = model, compute, note, vocab_size
-        self.idle: list[Context] = []  # Most recently used last.
-
-    @contextlib.contextmanager
-    def lease(self, rows: int, positions: int, compile: bool = False) -> Iterator[Context]:
-        """Lends an empty context with ``rows`` rows of ``positions`` positions. Drops it after an error, because it can
-        contain NaN or an unfinished step. Raises `UserError` if the KV cache does not fit in memory."""
-        step = self._step if compile else None
-        context = self._pop(rows, positions, step)
-        context = context or Context(self.model, self.compute, rows, positions, step, self.vocab_size)
-        try:
-            yield context
-        except GeneratorExit:  # The caller stopped reading early.
-            self._put(context)
-            raise
-        self._put(context)
-
-    def _pop(self, rows: int, positions: int, step: Step | None) -> Context | None:
-        """Returns an idle context of this shape. If there is none, frees memory for a new context and returns None."""
-        for index, context in enumerate(self.idle):
-            if (context.cache.rows, context.cache.max_positions, context.compiled) == (rows, positions, step):
-                return self.idle.pop(index)
-        self._shrink(reserved=rows * _sequence_bytes(self.model, self.compute, positions))
-        return None
-
-    def _put(self, context: Context) -> None:
-        for slot in context.slots:
-            slot.forget()
-        self.idle.append(context)
-        self._shrink()
-
-    def _shrink(self, reserved: int = 0) -> None:
-        """Frees the least recently used contexts until the others fit within the limits, next to ``reserved`` bytes."""
-        budget = CACHE_SHARE * self.compute.memory() - reserved
-        while self.idle and (
-            len(self.idle) > MAX_IDLE_CONTEXTS or sum(context.cache.nbytes for context in self.idle) > budget
-        ):
-            self.idle.pop(0)
-
-    @functools.cached_property
-    def _step(self) -> Step | None:
-        return compile_step(self.model, self.compute, self.note)
 
 
 def capacity(model: GPT, compute: Compute, positions: int) -> int:
