@@ -17,7 +17,7 @@ from gpt import events
 from gpt.bench_config import BenchConfig
 from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.constraint import ConstraintCache
-from gpt.decoding.context import MIN_POSITIONS, Context
+from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
 from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
@@ -81,8 +81,8 @@ class LanguageModel:
     def engine(self) -> Engine:
         """Generates the texts of all calls and threads. Its KV cache keeps earlier texts, so that later prompts that
         begin like them are computed only from there on."""
-        context = Context(self.model, self.compute, 1, MIN_POSITIONS, vocab_size=self.tokenizer.vocab_size)
-        return Engine(context, self.tokenizer.ends, note=self.note)
+        context = Context(self.model, self.compute, positions=1, vocab_size=self.tokenizer.vocab_size)
+        return Engine(context, self.tokenizer.ends, note=self.note)  # Calls reserve the positions that they need.
 
     @functools.cached_property
     def _constraints(self) -> ConstraintCache:

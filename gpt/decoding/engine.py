@@ -70,14 +70,14 @@ class Engine:
         return sum(not state.done for state in self.scheduler.running)
 
     @functools.cached_property
-    def _step(self) -> Step | None:
+    def _compiled_step(self) -> Step | None:
         return compile_step(self.context.model, self.context.compute, self.note)
 
     def reserve(self, rows: int, positions: int, compile: bool = False) -> None:
         """Makes room for ``rows`` sequences of ``positions`` tokens. Slots keep as much of their contents as fits in
         `CACHE_SHARE` of memory. Runs steps until all requests have ended if their slots must change. Raises `UserError`
         if the KV cache does not fit in memory."""
-        context, step = self.context, self._step if compile else None
+        context, step = self.context, self._compiled_step if compile else None
         with self.lock:
             old_rows, old_positions = len(context.slots), context.cache.max_positions
             if rows <= old_rows and positions <= old_positions and step is context.compiled:
@@ -178,15 +178,14 @@ class Engine:
                 if not state.done:
                     state.end(error=as_user_error(error))
                     state.update()
+            for slot in slots:
+                slot.length = max(0, min(slot.length, len(slot.token_ids) - slot.start))
+                del slot.token_ids[slot.computed :]
+            clear = self.context.check if isinstance(error, KeyboardInterrupt | Interrupted) else self.context.clear
             try:
                 for slot in slots:
-                    if isinstance(error, KeyboardInterrupt | Interrupted):
-                        slot.length = max(0, min(slot.length, len(slot.token_ids) - slot.start))
-                        del slot.token_ids[slot.computed :]
-                        self.context.check(slot)
-                    else:
-                        self.context.clear(slot)
-            except BaseException:
+                    clear(slot)
+            except Exception:
                 self.failure = as_user_error(error)
 
     @torch.inference_mode()
