@@ -227,8 +227,7 @@ def load(
     The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. A
     ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
     """
-    model_path = folder.find_checkpoint(None if path is None else str(path), note)
-    folder.name_base(model_path, base)
+    model_path = folder.with_base(folder.find_checkpoint(None if path is None else str(path), note), base)
     stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
@@ -351,8 +350,7 @@ def export(
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
     model_name = None if model is None else str(model)
-    path = folder.find_checkpoint(model_name, note)
-    folder.name_base(path, base)
+    path = folder.with_base(folder.find_checkpoint(model_name, note), base)
     source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):
@@ -428,7 +426,6 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
     from gpt.training import run as runs
 
     config = from_dict(TrainConfig, settings, "train")
-    folder.name_base(Path(), None)
     return runs.train([str(text) for text in texts], config, listen)
 
 
@@ -438,5 +435,4 @@ def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: 
     and ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
-    folder.name_base(Path(), None)
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -130,7 +130,7 @@ def test_an_interrupted_step_does_not_change_later_texts(
                 with pytest.raises(error):
                     write(model, turn, searching)
             with pytest.raises(UserError):
-                [*other]
+                list(other)
             computed.clear()
             assert [write(model, turn), write(model, turn, searching)] == expected
             if error is KeyboardInterrupt:
