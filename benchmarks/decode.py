@@ -1,332 +1,179 @@
-"""Measures decoding, compared with llama.cpp and Transformers.
+"""Compares the speed of `gpt serve` with llama.cpp's server: the same GGUF files, threads and ids.
 
-    python -m benchmarks.decode                               GPT-2 124M and the shape of SmolLM2-135M, random weights
-    python -m benchmarks.decode --only eight --model gpt2     only one part and one model
-    python -m benchmarks.decode --tiny                        a smoke test with a tiny model, in seconds
+    python -m benchmarks.decode MODEL                          one text, 8 and 32 texts, and reading a prompt
+    python -m benchmarks.decode MODEL --only one --threads 1
+    python -m benchmarks.decode MODEL --llama build/bin/llama-server
 
-Each figure excludes start-up: it is the time of a long command minus the time of a short command, which generates one
-token after a short prompt. The systems take turns in every round, so other load slows them equally, and ratios are
-taken within a round. Needs the extras `interop` and `hf` and GPT-2's vocabulary.
+MODEL is any model that `gpt export` reads: a run, a folder, a GGUF file. Without --llama, llama.cpp is the package
+`xllamacpp` (extra `interop`). Both servers are ready before the first round, and take turns within it, so other load
+slows them equally; ratios are taken within a round. Each figure is the time of requests minus the time of shorter
+requests. Prints the section; --record also stores it.
 """
 
 import argparse
-import json
-import os
-import pydoc_data.topics
+import asyncio
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from benchmarks import steps
-from benchmarks.peers import THREADS
-from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
-from gpt import api
-from gpt.config import PRESETS, GPTConfig
+from benchmarks.results import SCRIPTS, Table, measured, write_section
+from benchmarks.serve import Server, free_port, run_server, send_request
 from gpt.decoding.bench import measure_bandwidth
 from gpt.device import Compute
-from gpt.errors import UserError
-from gpt.model.decoder import GPT
-from gpt.runs import checkpoint
-from gpt.sample_config import SampleConfig
-from gpt.text.backends import ByteBPE
-from gpt.text.tokenizer import Tokenizer, bytes_tokenizer
-from gpt.text.tokenizer_import import gpt2_tokenizer
+from gpt.gguf_header import read_header
 
-CPU = Compute(torch.device("cpu"), torch.float32)
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype
-BATCH, PROMPTS = 8, 4  # texts per batch; prompts that one command reads in turn
-TIE = 1e-4  # nats; rounding can reverse smaller differences
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """Token counts of the short and the long prompt, and of a text generated after the short prompt: alone, or as one
-    of eight."""
-
-    prompt: int = 32
-    long_prompt: int = 512
-    new: int = 128
-    new_of_eight: int = 64
-
-
-TINY = Sizes(8, 40, 8, 8)
-
-
-@dataclass(frozen=True)
-class Work:
-    """A command that generates ``texts`` texts in batches of ``batch`` (0 for a single batch). ``prompt`` and ``new``
-    are tokens per text."""
-
-    prompt: int
-    new: int
-    texts: int = 1
-    batch: int = 0
+SHORT = 32  # prompt tokens of every request, except for reading a prompt
 
 
 @dataclass(frozen=True)
 class Part:
-    """A measurement of the tokens that only the ``long`` command computes."""
+    """Concurrent requests of ``clients``, each with a prompt of ``prompt`` tokens and ``new`` tokens to generate."""
 
     title: str
-    short: Work
-    long: Work
+    clients: int
+    prompt: int
+    new: int
 
     @property
     def tokens(self) -> int:
-        """The number of timed tokens."""
-        long, short = self.long, self.short
-        if long.prompt == short.prompt:
-            return long.texts * (long.new - short.new)
-        return long.texts * long.prompt - short.texts * short.prompt
+        """The number of timed tokens: those that requests of `SHORT` prompt tokens and one new token don't have."""
+        return self.clients * (self.prompt - SHORT + self.new - 1)
 
 
-def parts(sizes: Sizes) -> dict[str, Part]:
+def make_parts(prompt: int, new: int) -> dict[str, Part]:
     """Returns the parts by name."""
-    one, eight = Work(sizes.prompt, 1), Work(sizes.prompt, 1, BATCH)
     return {
-        "one": Part("one text", one, replace(one, new=sizes.new)),
-        # Start-up times vary by more than one prompt takes, so several prompts are timed.
-        "prompt": Part("reading prompts", one, Work(sizes.long_prompt, 1, PROMPTS, batch=1)),
-        "eight": Part("8 texts at once", eight, replace(eight, new=sizes.new_of_eight)),
+        "one": Part("one text", 1, SHORT, new),
+        "eight": Part("8 texts", 8, SHORT, max(2, new // 2)),
+        "many": Part("32 texts", 32, SHORT, max(2, new // 2)),
+        "prompt": Part(f"a prompt of {prompt}", 1, prompt, 1),
     }
 
 
-Command = Callable[[Work], list[str]]
+def export(model: str, folder: Path, dtype: str) -> Path:
+    """Returns the model as a GGUF file."""
+    path = folder / f"{KINDS[dtype]}.gguf"
+    if not path.exists():
+        words = [str(SCRIPTS / "gpt"), "export", "-m", model, "-o", str(path), "--dtype", KINDS[dtype]]
+        subprocess.run(words, check=True, capture_output=True)
+    return path
 
 
-class Bench:
-    """A model stored in every dtype, and the commands that generate with it."""
-
-    def __init__(self, config: GPTConfig, tokenizer: Tokenizer, place: Path) -> None:
-        self.tokenizer, self.place, self.model = tokenizer, place, make_random_model(config)
-        if not place.exists():
-            place.mkdir(parents=True)
-            checkpoint.save(place / "float32", self.model, checkpoint.TokenizerFiles(tokenizer, config), {})
-            for dtype, kind in KINDS.items():
-                api.export(place / "float32", place / f"{kind}.gguf", dtype=kind, device="cpu")
-                if dtype != "float32":
-                    api.export(place / "float32", place / dtype, dtype=dtype, device="cpu")
-        self.ids = tokenizer.encode("\n".join(pydoc_data.topics.topics.values())[:20_000]).tolist()
-
-    def prompt(self, count: int) -> str:
-        """Returns a text of about ``count`` tokens."""
-        return self.tokenizer.decode(self.ids[:count])
-
-    def gpt(self, dtype: str) -> Command:
-        """Returns the command of `gpt sample`."""
-        return lambda work: [
-            str(SCRIPTS / "gpt"), "sample", *self.prompts(work), "--model", str(self.place / dtype),
-            "--dtype", dtype, "--greedy", "--ignore-eot", "-n", str(work.new),
-            "--batch", str(work.batch), "--json",
-        ]  # fmt: skip
-
-    def prompts(self, work: Work) -> list[str]:
-        """Returns the arguments for one or several prompts. Prompts share no prefix, so the prefix cache has no
-        effect."""
-        if not work.batch:
-            return [self.prompt(work.prompt), "-N", str(work.texts)]
-        file = self.place / f"{work.texts}x{work.prompt}.jsonl"
-        texts = [self.tokenizer.decode(self.ids[at * work.prompt :][: work.prompt]) for at in range(work.texts)]
-        file.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts), encoding="utf-8")
-        return ["--prompts", str(file)]
-
-    def peer(self, name: str, file: str) -> Command:
-        """Returns the command of another system."""
-        return lambda work: [
-            sys.executable, "-m", "benchmarks.peers", name, str(self.place / file),
-            json.dumps(self.tokenizer.prompt(self.prompt(work.prompt))), str(work.new), str(work.texts),
-            str(work.batch or work.texts),
-        ]  # fmt: skip
-
-    def commands(self, wanted: Collection[str], dtypes: Collection[str], warm: bool) -> dict[str, dict[str, Command]]:
-        """Returns the commands of each part by system, without unsupported dtypes.
-
-        With ``warm``, runs `gpt` and llama.cpp once to fill caches.
-        """
-        common_commands: dict[str, Command] = {}
-        short = Work(1, 1)
-        for dtype, kind in KINDS.items():
-            if dtype not in dtypes:
-                continue
-            try:
-                if warm:
-                    run(self.gpt(dtype)(short))
-            except subprocess.CalledProcessError as error:
-                print(f"Skipped {dtype}: {error.stderr.strip()}", file=sys.stderr)
-                continue
-            common_commands |= {dtype: self.gpt(dtype), f"llama.cpp {kind}": self.peer("llama.cpp", f"{kind}.gguf")}
-            if warm:
-                run(common_commands[f"llama.cpp {kind}"](short))
-        systems = {part: dict(common_commands) for part in wanted}
-        if "one" in wanted and "float32" in common_commands:
-            systems["one"]["transformers"] = self.peer("transformers", "float32")
-        return systems
-
-    def loaded(self) -> Iterator[tuple[str, api.LanguageModel]]:
-        """Yields the models as `gpt sample` loads them, without unsupported dtypes."""
-        for dtype in KINDS:
-            try:
-                yield dtype, api.load(self.place / dtype, dtype=dtype, device="cpu", sampling=SampleConfig())
-            except UserError as error:
-                print(f"Skipped {dtype}: {error}", file=sys.stderr)
+@contextmanager
+def run_both(path: Path, dtype: str, part: Part, threads: int, llama: Path | None) -> Iterator[dict[str, Server]]:
+    """Runs both servers with a slot per client."""
+    context, ports = -(-(part.prompt + part.new + 1) // 64) * 64, (free_port(), free_port())
+    common_words = ["--port", str(ports[0]), "--threads", str(threads)]
+    gpt = [str(SCRIPTS / "gpt"), "serve", "-m", str(path), "--name", "it", "--dtype", dtype, *common_words]
+    gpt += ["--max-batch", str(part.clients), "--queue", "100", "--defaults", "openai"]
+    common_words[1] = str(ports[1])
+    if llama is None:
+        words = [sys.executable, "-m", "benchmarks.llama_server", str(path), *common_words]
+        words += ["--clients", str(part.clients), "--context", str(context)]
+    else:
+        words = [str(llama), "-m", str(path), *common_words, "-np", str(part.clients), "--threads-batch", str(threads)]
+        words += ["-c", str(part.clients * context), "-ngl", "0", "--no-warmup", "--no-webui"]
+    # llama.cpp's default samplers would sort the logits.
+    options = {"ignore_eos": True, "cache_prompt": False, "samplers": ["temperature"]}
+    with (
+        run_server(gpt, ports[0], "it", ignore_eos=True) as ours,
+        run_server(words, ports[1], "it", **options) as theirs,
+    ):
+        yield {"gpt": ours, "llama.cpp": theirs}
 
 
-def make_random_model(config: GPTConfig) -> GPT:
-    """Returns a random model with fourfold initial block weights; otherwise each token would predict itself."""
-    torch.manual_seed(0)
-    model = GPT(config).eval()
-    for block in model.h:
-        for parameter in block.parameters():
-            if parameter.dim() == 2:
-                parameter.data.mul_(4)
-    return model
+def measure_rate(server: Server, part: Part, vocab_size: int, rng: random.Random) -> float:
+    """Returns the tokens per second of a part."""
+
+    async def send(prompt: int, new: int) -> float:
+        # Random ids share no prefix, so the prefix cache has no effect.
+        prompts = [
+            rng.choices(range(min(100, vocab_size // 2), vocab_size // 2 + 100), k=prompt) for _ in range(part.clients)
+        ]
+        bodies = [{"prompt": ids, "max_tokens": new, "temperature": 0, **server.extra} for ids in prompts]
+        start_time = time.perf_counter()
+        replies = await asyncio.gather(*(send_request(server, body) for body in bodies))
+        assert all(reply.status == 200 for reply in replies), replies
+        return time.perf_counter() - start_time
+
+    short_seconds = asyncio.run(send(SHORT, 1))
+    return part.tokens / (asyncio.run(send(part.prompt, part.new)) - short_seconds)
 
 
-def run(words: Sequence[str]) -> tuple[float, str]:
-    """Runs a command with default threads; returns the seconds and stdout."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
-    start_time = time.perf_counter()
-    result = subprocess.run(
-        words, cwd=ROOT, env=environment | {"HF_HUB_OFFLINE": "1"}, check=True, capture_output=True, text=True,
-        encoding="utf-8", timeout=600,
-    )  # fmt: skip
-    return time.perf_counter() - start_time, result.stdout
+def describe_llama(llama: Path | None, path: Path) -> str:
+    """Returns the instructions that llama.cpp uses, as it prints them."""
+    if llama is None:
+        import xllamacpp
 
-
-Speeds = dict[str, list[float]]  # tokens per second in each round, by system
-
-
-def measure(
-    wanted: dict[str, Part], bench: Bench, rounds: int, dtypes: Collection[str], warm: bool
-) -> tuple[dict[str, Speeds], dict[str, list[int]]]:
-    """Runs the systems in turn. Returns the speeds of each part, and the ids that `gpt` and Transformers generate in
-    float32 for one text."""
-    systems = bench.commands(wanted, dtypes, warm) if wanted else {}
-    speeds = {name: {system: list[float]() for system in systems[name]} for name in wanted}
-    texts: dict[str, list[int]] = {}
-    for _ in range(rounds):
-        seconds: dict[tuple[str, Work], float] = {}
-        for name, part in wanted.items():
-            for system, command in systems[name].items():
-                for work in (part.short, part.long):
-                    if (system, work) not in seconds:
-                        seconds[system, work], out = run(command(work))
-                if part.long.new > 1 and part.long.texts == 1 and system in ("float32", "transformers"):
-                    ids = json.loads(out)
-                    texts[system] = ids["tokens"] if system == "float32" else ids[0]
-                speeds[name][system].append(part.tokens / (seconds[system, part.long] - seconds[system, part.short]))
-    return speeds, texts
-
-
-def table(speeds: Speeds) -> Table:
-    """Returns a table of median speeds, and of the median ratios of `gpt`'s speed to its peer's."""
-    pairs = [
-        (system, f"llama.cpp {kind.upper()}", f"llama.cpp {kind}")
-        for system, kind in KINDS.items() if system in speeds
-    ]  # fmt: skip
-    if "transformers" in speeds:
-        pairs.append(("float32", "Transformers", "transformers"))
-    rows = []
-    for system, name, peer in pairs:
-        ours, theirs = speeds[system], speeds[peer]
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        medians = [f"{statistics.median(ours):,.1f}", f"{statistics.median(theirs):,.1f}"]
-        ratio_list = ", ".join(f"{ratio:.2f}" for ratio in ratios)
-        rows.append([system, name, *medians, f"{statistics.median(ratios):.2f}", ratio_list])
-    return Table(["weights", "peer", "`gpt`, tokens/s", "peer, tokens/s", "ratio", "ratio in each round"], rows)
-
-
-@torch.inference_mode()
-def find_less_likely(model: GPT, prompt: Sequence[int], ids: Sequence[int]) -> list[tuple[int, float]]:
-    """Finds the ids that are not the most likely ones, according to the model without packed weights or KV cache.
-
-    Returns their positions, and how many nats less likely they are.
-    """
-    logits = model(torch.tensor([[*prompt, *ids[:-1]]]))[0, len(prompt) - 1 :]
-    gaps = logits.amax(-1) - logits.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-    return [(at, gap) for at, gap in enumerate(gaps.tolist()) if gap]
-
-
-def check_texts(bench: Bench, part: Part, texts: dict[str, list[int]]) -> list[str]:
-    """Returns notes: whether `gpt`'s ids are the most likely ones, and whether Transformers' ids are equal."""
-    ids = texts["float32"]
-    gaps = find_less_likely(bench.model, bench.tokenizer.prompt(bench.prompt(part.long.prompt)), ids)
-    ties = [gap for _, gap in gaps if gap < TIE]
-    errors = [f"token {at} by {gap:.1e} nats" for at, gap in gaps if gap >= TIE]
-    note = (
-        f"{len(ids) - len(gaps)} of {len(ids)} float32 ids ({len(set(ids))} distinct) are the most likely ones of "
-        "the model without packed weights and KV cache"
-    )
-    note += f"; {len(ties)} are ties within {TIE:g} nats" if ties else ""
-    note += f"; NOT THE MOST LIKELY: {', '.join(errors)}" if errors else ""
-    theirs = texts["transformers"]
-    split = next((at for at, pair in enumerate(zip(ids, theirs, strict=True)) if pair[0] != pair[1]), None)
-    return [
-        f"{note}.",
-        f"Transformers' text is {'the same' if split is None else f'different from token {split} on'}.",
-    ]
-
-
-def models(tiny: bool) -> Iterator[tuple[str, GPTConfig, Tokenizer]]:
-    """Yields names, shapes and tokenizers of models. Truncates GPT-2's vocabulary to the model's size."""
-    if tiny:
-        yield "tiny", GPTConfig(257, 128, 2, 2, 64), bytes_tokenizer()
-        return
-    gpt2 = gpt2_tokenizer()
-    for name in ("gpt2", "smollm2-135m"):
-        config = PRESETS[name].model
-        tokenizer = gpt2
-        if config.vocab_size < gpt2.vocab_size:
-            assert isinstance(gpt2.backend, ByteBPE)
-            ranks = dict(islice(sorted(gpt2.backend.ranks.items(), key=lambda each: each[1]), config.vocab_size - 1))
-            backend = ByteBPE(gpt2.backend.pattern, ranks)
-            tokenizer = replace(gpt2, name="cut", backend=backend, eot=config.vocab_size - 1)
-        yield name, config, tokenizer
+        return f"xllamacpp {xllamacpp.__version__}, {xllamacpp.get_system_info().strip()}"
+    words = [str(llama), "-m", str(path), "--port", str(free_port()), "-c", "64", "-ngl", "0", "-v"]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    assert process.stdout is not None
+    lines = (line.strip() for line in process.stdout)
+    found = next((line.partition("system_info:")[2].strip() for line in lines if "system_info:" in line), "unknown")
+    process.kill()
+    process.wait()
+    return f"{llama.name}, {found}"
 
 
 def main() -> None:
-    """Measures and writes the sections."""
+    """Measures and prints the section."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="use a tiny model and print the sections")
+    parser.add_argument("model")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=[*parts(TINY), "steps"], nargs="+")
-    parser.add_argument("--model", choices=["gpt2", "smollm2-135m"])
-    parser.add_argument("--dtypes", choices=list(KINDS), nargs="+", default=list(KINDS), help="of the commands")
-    parser.add_argument("--folder", type=Path, help="keep the models here, and reuse those of an earlier run")
+    parser.add_argument("--dtypes", choices=list(KINDS), nargs="+", default=list(KINDS))
+    parser.add_argument("--only", choices=list(make_parts(1, 1)), nargs="+", default=list(make_parts(1, 1)))
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt that is read")
+    parser.add_argument("--new", type=int, default=128, help="tokens of one text; several texts have half of that")
+    parser.add_argument("--llama", type=Path, help="llama.cpp's llama-server")
+    parser.add_argument("--folder", type=Path, help="keep the GGUF files here, or use those of an earlier run")
+    parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
-    all_parts = parts(TINY if args.tiny else Sizes())
-    parts_to_run = {name: part for name, part in all_parts.items() if name in (args.only or all_parts)}
-    for name, config, tokenizer in models(args.tiny):
-        if args.model not in (None, name):
-            continue
-        sections: dict[str, tuple[list[str], Table]] = {}
-        with tempfile.TemporaryDirectory(prefix="gpt-") as folder:
-            bench = Bench(config, tokenizer, (args.folder or Path(folder)) / name)
-            machine_note = (
-                f"{THREADS} threads; a read of memory just before reached {measure_bandwidth(CPU) / 1e9:.1f} GB/s."
-            )
-            speeds, texts = measure(parts_to_run, bench, args.rounds, args.dtypes, warm=not args.tiny)
-            for key, part in parts_to_run.items():
-                notes = check_texts(bench, part, texts) if key == "one" and texts else []
-                sections[f"Decoding, {name}: {part.title}"] = notes, table(speeds[key])
-            if "steps" in (args.only or ["steps"]):
-                step_table = steps.make_table(bench.loaded(), (1, BATCH))
-                sections[f"Where a token's time goes, {name}"] = list(steps.NOTES), step_table
-        for title, (notes, content) in sections.items():
-            packages = ["torch", "transformers", "xllamacpp"]
-            section = measured(title, "python -m benchmarks.decode", [machine_note, *notes], [content], packages)
-            if args.tiny:
-                print(f"{section}\n")
-            else:
-                write_section("decode", section)
+    torch.set_num_threads(args.threads)
+    bandwidth, rng = measure_bandwidth(Compute(torch.device("cpu"), torch.float32)), random.Random(0)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="gpt-") as scratch:
+        for dtype in args.dtypes:
+            path = export(args.model, args.folder or Path(scratch), dtype)
+            vocab_size = len(read_header(path).metadata["tokenizer.ggml.tokens"])
+            for part in (make_parts(args.prompt, args.new)[name] for name in args.only):
+                rates: dict[str, list[float]] = {"gpt": [], "llama.cpp": []}
+                with run_both(path, dtype, part, args.threads, args.llama) as servers:
+                    for at in range(args.rounds + 1):
+                        for name, server in [*servers.items()][:: 1 if at % 2 else -1]:
+                            rates[name].append(measure_rate(server, part, vocab_size, rng))
+                ours, theirs = (times[1:] for times in rates.values())  # The first round is a warm-up.
+                ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+                medians = [statistics.median(values) for values in (ours, theirs)]
+                steps = medians[0] / part.clients if part.prompt == SHORT else 0
+                rows.append([
+                    f"{dtype}, {KINDS[dtype].upper()}", part.title, *(f"{rate:,.1f}" for rate in medians),
+                    f"{statistics.median(ratios):.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios),
+                    f"{path.stat().st_size * steps / bandwidth:.0%}" if steps else "",
+                ])  # fmt: skip
+                print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
+        notes = [
+            f"{args.threads} threads; a read of memory reached {bandwidth / 1e9:.1f} GB/s. The last column is the "
+            "share that one read of the file per step takes.",
+            f"llama.cpp: {describe_llama(args.llama, path)}.",
+        ]
+    columns = ["weights", "", "`gpt`, tokens/s", "llama.cpp, tokens/s", "ratio", "ratio in each round", "bandwidth"]
+    title = f"Decoding compared with llama.cpp: {Path(args.model).stem}, threads: {args.threads}"
+    section = measured(title, "python -m benchmarks.decode", notes, [Table(columns, rows)], ["torch", "xllamacpp"])
+    print(section)
+    if args.record:
+        write_section("decode", section)
 
 
 if __name__ == "__main__":

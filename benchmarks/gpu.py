@@ -73,7 +73,7 @@ class Case:
     def title(self) -> str:
         """Describes the case."""
         if self.texts:
-            return f"{self.system} {self.shape} {self.texts} texts, compile {self.compile}"
+            return f"{self.system} {self.shape} {self.texts} texts"
         return f"{self.system} {self.shape} {self.optimizer} compile {self.compile}" if self.shape else self.system
 
 
@@ -85,8 +85,8 @@ CASES = [
     Case("transformers", "124M"),
     Case("ours", "1.3B", "muon"),
     Case("transformers", "1.3B"),
-    Case("decoding", "124M", compile="on", texts=1),
-    Case("decoding", "124M", compile="on", texts=64),
+    Case("decoding", "124M", texts=1),
+    Case("decoding", "124M", texts=64),
     Case("ours", "micro", "muon", seconds=30),
     Case("transformers", "micro", compile="off", seconds=30),
     Case("ours", "124M", "adamw"),
@@ -94,9 +94,8 @@ CASES = [
     Case("transformers", "355M"),
     Case("ours", "124M", "muon", compile="off", seconds=60),
     Case("transformers", "124M", compile="off", seconds=60),
-    Case("decoding", "124M", compile="on", texts=8),
-    Case("decoding", "6.7B", compile="on", texts=1, seconds=180),
-    Case("decoding", "124M", compile="off", texts=1, seconds=60),
+    Case("decoding", "124M", texts=8),
+    Case("decoding", "6.7B", texts=1, seconds=180),
 ]
 TINY_CASES = [
     Case("floors", ""),
@@ -104,7 +103,7 @@ TINY_CASES = [
     Case("ours", "tiny", "muon", compile="off"),
     Case("ours", "tiny", "adamw", compile="off"),
     Case("transformers", "tiny", compile="off"),
-    Case("decoding", "tiny", compile="off", texts=2),
+    Case("decoding", "tiny", texts=2),
 ]
 
 
@@ -256,7 +255,6 @@ def decoding(case: Case) -> dict[str, Any]:
     from gpt.bench_config import BenchConfig
     from gpt.config import PRESETS
     from gpt.decoding.bench import measure
-    from gpt.decoding.token_step import compile_step
     from gpt.decoding.weights import prepare
     from gpt.device import pick
     from gpt.model.decoder import GPT
@@ -265,14 +263,13 @@ def decoding(case: Case) -> dict[str, Any]:
     shape, compute, notes = PRESETS[SHAPES[case.shape].preset].model, pick(), list[str]()
     with compute.device:
         model = prepare(GPT(shape).eval(), compute)
-    step = compile_step(model, compute, notes.append) if case.compile == "on" else None
     prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
     config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)
-    result = measure(model, compute, config, step)
+    result = measure(model, compute, config, notes.append)
     return {
         "parameters": breakdown(shape).trainable,
         "dtype": compute.dtype_name,
-        "compiled": notes[-1] if notes else "no" if step is None else "yes",
+        "cuda_graphs": notes[-1] if notes else "yes" if compute.device.type == "cuda" else "no",
         "prompt_tokens": prompt,
         "new_tokens": new,
         "tokens_per_second": result.decode_tokens_per_second,
@@ -484,7 +481,7 @@ def section(report: dict[str, Any]) -> Section:
     )  # fmt: skip
     decoding_rows = [_decoding_row(case) for case in started_cases if case["texts"]]
     if decoding_rows:
-        columns = ["model", "dtype", "texts", "compiled", "decoding, tokens/s", "ms/step", "prompt, tokens/s",
+        columns = ["model", "dtype", "texts", "CUDA graphs", "decoding, tokens/s", "ms/step", "prompt, tokens/s",
                    "bandwidth", "peak memory"]  # fmt: skip
         caption = (
             "Decoding as in `gpt bench`: greedy texts after random prompts, random weights, one token per text and "
@@ -518,7 +515,7 @@ def _decoding_row(case: dict[str, Any]) -> list[str]:
     if "error" in case:
         return [*cells, case["error"], *[""] * 5]
     return [
-        *cells, case["compiled"], f"{case['tokens_per_second']:,.0f}", f"{case['milliseconds_a_step']:.2f}",
+        *cells, case["cuda_graphs"], f"{case['tokens_per_second']:,.0f}", f"{case['milliseconds_a_step']:.2f}",
         f"{case['prefill_tokens_per_second']:,.0f}", f"{case['bandwidth_share']:.0%}",
         f"{case['peak_memory'] / 1e9:.1f} GB",
     ]  # fmt: skip

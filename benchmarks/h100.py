@@ -1,4 +1,4 @@
-"""Estimates the minimum time of GPT-2's and GPT-3's steps on an H100 without running them.
+"""Estimates the minimum time of GPT-2's and GPT-3's training steps on an H100 without running them.
 
     pip install triton
     python -m benchmarks.h100            writes the section
@@ -15,7 +15,6 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,36 +32,24 @@ from torch.utils._triton import has_triton
 from benchmarks.results import Table, measured, write_section
 from benchmarks.traffic import Traffic, count
 from gpt.config import ARCHITECTURES, GPTConfig, find_preset
-from gpt.decoding.context import Context
-from gpt.decoding.logits import Filters
-from gpt.decoding.token_step import OPTIONS, next_tokens
-from gpt.decoding.weights import prepare, weight_bytes
-from gpt.device import Compute
-from gpt.model import quantize
-from gpt.model.cache import BLOCK
 from gpt.model.decoder import GPT, Block
 from gpt.model.loss import tied_cross_entropy
 from gpt.model.memory import Setup
 from gpt.model.plan import with_largest_micro_batch
 from gpt.model.positions import rotary_table
 from gpt.peaks import find_kind
-from gpt.sample_config import SampleConfig
 from gpt.training.gpu_step import RECOMPUTE_OPTIONS
 from gpt.training.optim import ITERATIONS, make_optimizer
 
 TITLE = "On an H100, estimated from generated code"
 BANDWIDTH = 3.35e12  # bytes per second, from the datasheet of the H100 SXM
-LAUNCH, LAUNCH_IN_GRAPH = 2e-6, 1e-6  # minimum seconds between kernels: host launches, CUDA graph
+LAUNCH = 2e-6  # minimum seconds between kernels launched by the host
 KIND = "h100-80gb"
 CUDA = torch.device("cuda")
 BFLOAT16 = torch.bfloat16
 T = 1024
 TRAINED = ("gpt2", "gpt2, modern", "gpt2-medium", "gpt3-1.3b")
 BATCH = 524_288  # tokens per step
-DECODED = (
-    ("gpt2", 1, "bfloat16"), ("gpt2", 1, "int8"), ("gpt2", 8, "bfloat16"), ("gpt2", 64, "bfloat16"),
-    ("gpt3-6.7b", 1, "bfloat16"), ("gpt3-6.7b", 1, "int8"),
-)  # fmt: skip
 TINY = GPTConfig(50_257, T, 2, 2, 64)
 
 H100 = SimpleNamespace(
@@ -282,54 +269,12 @@ def _optimizer(config: GPTConfig) -> Work:
     return replace(total, flops=float(flops * config.n_layer))
 
 
-# Decoding
-
-
-def decoding_work(config: GPTConfig, rows: int, dtype: str = "bfloat16") -> tuple[Work, int, int]:
-    """Returns the work of a decoding step of ``rows`` greedy texts, and the bytes of weights and KV cache.
-
-    The whole step, from the last ids to the next ids, is one graph. All ``T`` positions of the cache are filled.
-    """
-    compute = Compute(CUDA, BFLOAT16)
-    torch.set_default_dtype(BFLOAT16)
-    try:
-        with CUDA:
-            model = GPT(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    if dtype == "int8":
-        with mock.patch.object(quantize, "_quantize_in_chunks", _fake_quantize):
-            quantize.quantize_model(model, 8, BFLOAT16)
-    prepare(model, Compute(CUDA, torch.float32))  # The weights are already bfloat16.
-    fast = torch.compile(next_tokens, dynamic=False, fullgraph=True)
-    context = Context(model, compute, rows, T, partial(fast, model))
-    positions_and_keys = torch.zeros(2, rows, dtype=torch.int64, device=CUDA)
-    greedy = Filters(SampleConfig(greedy=True), ())
-    with torch.inference_mode():
-        work = lambda: fast(model, context.cache, context.last, positions_and_keys, config.vocab_size, greedy, 0)
-        [step] = count_compiled(work, **{name: value for name, value in OPTIONS.items() if name != "triton.cudagraphs"})
-    weights = weight_bytes(model, compute)
-    matrices = 12 * config.n_layer * config.n_embd**2 + config.vocab_size * config.n_embd
-    flops = 2 * rows * (matrices + 2 * config.n_layer * config.n_embd * T)
-    return Work(step.bytes, step.launches, flops), weights, context.cache.nbytes
-
-
-def _fake_quantize(weight: Tensor, _: object) -> quantize.Quantized:
-    """Replaces rounding, which fake tensors do not support."""
-    return quantize.Quantized(weight.to(torch.int8), weight[:, :: quantize.GROUP].half())
-
-
 # The section
 
 
 def content(tiny: bool) -> tuple[list[str], list[Table]]:
     """Returns the notes and tables of the section."""
     training_shapes = [("tiny", TINY)] if tiny else [(name, _find_shape(name)) for name in TRAINED]
-    decoding_shapes = (
-        [("tiny", TINY, 2, "bfloat16")]
-        if tiny
-        else [(name, _find_shape(name), *settings) for name, *settings in DECODED]
-    )
     peak = find_kind(KIND).peak("bfloat16") or 0.0
     notes = [
         "**An estimate: nothing was run on a GPU.**",
@@ -337,8 +282,7 @@ def content(tiny: bool) -> tuple[list[str], list[Table]]:
         "fake tensors.",
         "The minimum time of each part is the largest of what bandwidth, products and launches allow; a real GPU takes "
         "longer.",
-        f"Assumed: {BANDWIDTH / 1e12:.2f} TB/s, {peak / 1e12:,.0f} TFLOP/s, {1e6 * LAUNCH:.0f} µs per launch "
-        f"({1e6 * LAUNCH_IN_GRAPH:.0f} in a CUDA graph).",
+        f"Assumed: {BANDWIDTH / 1e12:.2f} TB/s, {peak / 1e12:,.0f} TFLOP/s, {1e6 * LAUNCH:.0f} µs per launch.",
     ]
     rows = []
     for name, config in training_shapes:
@@ -353,25 +297,7 @@ def content(tiny: bool) -> tuple[list[str], list[Table]]:
         rows,
         f"Training, {BATCH:,} tokens per step, {T:,} tokens of context, bfloat16, Muon, all compiled but AdamW:",
     )
-    rows = []
-    for name, config, texts, dtype in decoding_shapes:
-        step, weights, cache = decoding_work(config, texts, dtype)
-        average = step.bytes - cache * (T - BLOCK) // (2 * T)
-        seconds = step.seconds(LAUNCH_IN_GRAPH)
-        rows.append([
-            name, dtype, str(texts), f"{step.bytes / 1e9:.3f}", f"{average / 1e9:.3f}", f"{weights / 1e9:.3f}",
-            f"{cache / 1e9:.3f}", f"{step.bytes / (weights + cache):.2f}", str(step.launches), f"{1e3 * seconds:.3f}",
-            f"{texts / seconds:,.0f}",
-        ])  # fmt: skip
-    decode = Table(
-        ["model", "weights", "texts", "GB/step, cache full", "on average", "weights, GB", "cache, GB",
-         "ratio to weights and cache", "launches", "minimum ms, cache full", "maximum tokens/s"],
-        rows,
-        f"Decoding, one token per greedy text and step, a cache of {T:,} positions, one CUDA graph from ids to ids. "
-        f"Attention reads the filled blocks of {BLOCK} positions: all of them at the end of a text, {(T + BLOCK) // 2} "
-        "positions on average. The host waits once per step, for the tokens of the step before (`tests/counts.toml`):",
-    )  # fmt: skip
-    return notes, [train, decode]
+    return notes, [train]
 
 
 def _find_shape(name: str) -> GPTConfig:

@@ -23,11 +23,11 @@ from unittest.mock import patch
 
 import torch
 from torch.nn.utils import clip_grad_norm_
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, Table, measured, median_seconds, output, write_section
-from benchmarks.steps import Recorder
 from gpt.config import PRESETS, GPTConfig, Optimizer, TrainConfig, find_preset
 from gpt.device import keep_freed_memory, pick
 from gpt.model.decoder import GPT
@@ -339,11 +339,26 @@ def phase_seconds(config: GPTConfig, rows: int, steps: int, peak: float) -> list
     return [[total, *parts, total - sum(parts)] for total, parts in zip(medians, replayed, strict=True)]
 
 
+class Recorder(TorchDispatchMode):
+    """Records operators with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls an operator and records it."""
+        self.calls.append((func, args, kwargs or {}))
+        return func(*args, **kwargs or {})
+
+
 @torch.no_grad()
 def _replay_seconds(recorder: Recorder) -> float:
     """Replays the operators of a phase except matrix products; returns their seconds."""
     seconds = 0.0
-    for _, func, args, kwargs in recorder.calls:
+    for func, args, kwargs in recorder.calls:
         if func.is_view or any(name in func.name() for name in ("mm", "linear", "set_")):
             continue
         start_time = time.perf_counter()

@@ -147,13 +147,12 @@ async def _wait_until_ready(process: "subprocess.Popen[bytes]", server: Server) 
 
 
 def run_gpt(
-    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1, compile: str = "auto"
+    run: Path, batch: int = 32, dtype: str = "float32", threads: int = 1
 ) -> contextlib.AbstractContextManager[Server]:
     """Runs `gpt serve`."""
     port = free_port()
     words = [str(SCRIPTS / "gpt"), "serve", "-m", str(run), "--port", str(port), "--name", "it", "--dtype", dtype]
     words += ["--threads", str(threads), "--max-batch", str(batch), "--queue", "200", "--defaults", "openai"]
-    words += ["--compile", compile]
     return run_server(words, port, "it", ignore_eos=True)
 
 
@@ -337,11 +336,11 @@ def check_equality(run: Path, prompts: Sequence[str]) -> list[str]:
     rng = random.Random(1)
     bodies = [random_request(rng, seed, prompts) for seed in range(REQUESTS)]
     disconnecting = {at for at in range(REQUESTS) if rng.random() < 0.1}
-    with run_gpt(run, 16, compile="off") as server:
+    with run_gpt(run, 16) as server:
         start_time = time.perf_counter()
         replies = asyncio.run(send_requests(server, bodies, lambda at: 0.05 if at in disconnecting else None))
         seconds = time.perf_counter() - start_time
-    model = api.load(run, dtype="float32", threads=1, sampling=SampleConfig(compile="off"))
+    model = api.load(run, dtype="float32", threads=1, sampling=SampleConfig())
     failed = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in disconnecting]
     answered = [at for at, reply in enumerate(replies) if reply.status == 200]
     different = [
@@ -372,7 +371,7 @@ def measure_memory(run: Path, prompts: Sequence[str], minutes: float) -> list[st
     import psutil
 
     rng = random.Random(2)
-    with run_gpt(run, 16, compile="off") as server:
+    with run_gpt(run, 16) as server:
         process, start_time = psutil.Process(server.pid), time.monotonic()
         first_memory, count, elapsed = 0, 0, 0.0
         while (elapsed := time.monotonic() - start_time) < 60 * minutes:

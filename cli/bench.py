@@ -5,7 +5,7 @@ from typing import Annotated
 from gpt.bench_config import BenchConfig
 
 from . import progress, render
-from .options import Device, Dtype, Json, Threads, one_of, option, takes
+from .options import Device, Dtype, Json, Threads, option, takes
 
 
 @takes(BenchConfig)
@@ -20,9 +20,6 @@ def bench(
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
-    compile: Annotated[
-        str, one_of(("on", "off"), help="Compile steps on a GPU (CUDA graphs)", rich_help_panel="Machine")
-    ] = "off",
 ) -> None:  # fmt: skip
     """Measure generation speed, compared with memory bandwidth.
 
@@ -31,9 +28,7 @@ def bench(
     """
     with progress.startup_spinner(quiet=json):
         from gpt import api
-    measured = api.bench(
-        model, settings, device=device, dtype=dtype, threads=threads, compile=compile, note=render.note
-    )
+    measured = api.bench(model, settings, device=device, dtype=dtype, threads=threads, note=render.note)
     if json:
         render.json_line(render.speed_json(measured))
     else:

@@ -300,7 +300,7 @@ def evaluation(result: "Evaluation", quiet: bool = False) -> None:
 
 def speed_json(measured: "Measured") -> dict[str, Any]:
     """Returns the object of ``gpt bench --json``."""
-    values = {key: getattr(measured, key) for key in ("name", "parameters", "device", "dtype", "compiled")}
+    values = {key: getattr(measured, key) for key in ("name", "parameters", "device", "dtype")}
     return values | asdict(measured.settings) | asdict(measured.speed)
 
 
@@ -309,7 +309,7 @@ def speed(measured: "Measured") -> None:
     metrics, settings = measured.speed, measured.settings
     rows = table()
     details = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
-    rows.add_row("model", measured.name, details + (", compiled" if measured.compiled else ""))
+    rows.add_row("model", measured.name, details)
     sequences = f"{settings.batch} sequences" if settings.batch > 1 else "one sequence"
     prefill, decoding = metrics.prefill_tokens_per_second, metrics.decode_tokens_per_second
     rows.add_row("prefill", f"{prefill:,.0f}", f"tokens/s: {settings.prompt_tokens} of {sequences}")

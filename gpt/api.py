@@ -19,7 +19,6 @@ from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
-from gpt.decoding.token_step import compile_step
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
@@ -81,8 +80,9 @@ class LanguageModel:
     def engine(self) -> Engine:
         """Generates the texts of all calls and threads. Its KV cache keeps earlier texts, so that later prompts that
         begin like them are computed only from there on."""
-        context = Context(self.model, self.compute, positions=1, vocab_size=self.tokenizer.vocab_size)
-        return Engine(context, self.tokenizer.ends, note=self.note)  # Calls reserve the positions that they need.
+        # Calls reserve the positions that they need.
+        context = Context(self.model, self.compute, positions=1, vocab_size=self.tokenizer.vocab_size, note=self.note)
+        return Engine(context, self.tokenizer.ends)
 
     @functools.cached_property
     def _constraints(self) -> ConstraintCache:
@@ -287,7 +287,6 @@ class Measured:
     parameters: int
     device: str
     dtype: str
-    compiled: bool
     settings: BenchConfig
     speed: "DecodingSpeed"
 
@@ -299,14 +298,12 @@ def bench(
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
-    compile: str = "off",
     note: Callable[[str], None] = lambda text: None,
 ) -> Measured:
     """Measures generation speed. ``target`` is a preset, with random weights, or a model as in `load`."""
     from gpt.decoding.bench import measure
 
     config = config or BenchConfig()
-    sampling = SampleConfig(compile="on" if compile == "on" else "off")
     if isinstance(target, str) and target in PRESETS:
         compute = pick(device, dtype)
         with compute.device:
@@ -317,14 +314,13 @@ def bench(
         prepare(model, compute, note)
         name = target
     else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)
+        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
-    step = compile_step(model, compute, note) if compile == "on" else None
-    speed = measure(model, compute, config, step)
+    speed = measure(model, compute, config, note)
     parameters = breakdown(model.config).trainable
     device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, parameters, device_name, dtype_name(model, compute), step is not None, config, speed)
+    return Measured(name, parameters, device_name, dtype_name(model, compute), config, speed)
 
 
 def export(

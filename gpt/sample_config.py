@@ -80,9 +80,6 @@ class SampleConfig:
         0, "Draft up to K tokens from the text so far: same text, faster if it is repetitive", metavar="K", shown="off",
         low=0, high=64,
     )  # fmt: skip
-    compile: Literal["auto", "on", "off"] = _machine(
-        "auto", "Compile decoding steps; auto: on a GPU, for long requests"
-    )
     logprobs: int | None = _output(
         None, "With --json: log-probabilities of each token and of the K most likely ones", metavar="K", shown="off",
         low=0, high=2**20,

@@ -27,7 +27,7 @@ from gpt.serve_config import ServeConfig
 
 
 def load(path: Path) -> LanguageModel:
-    return api.load(path, dtype="float32", sampling=SampleConfig(compile="off"))
+    return api.load(path, dtype="float32", sampling=SampleConfig())
 
 
 class Served:

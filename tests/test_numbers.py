@@ -1,7 +1,6 @@
 """Models that compute NaN or infinity: every command reports one clear error and none hangs."""
 
 import copy
-import functools
 import json
 import math
 from collections.abc import Callable
@@ -53,15 +52,6 @@ def assert_damage_error(result: Done, message: str) -> None:
 def test_every_sampling_method_reports_damaged_weights(gpt: Gpt, damaged: Path, options: str) -> None:
     # The message names the weights if they are quantized, and the logits if not.
     assert_damage_error(gpt("sample", "the cat", "-m", damaged, "-n", "5", *options.split()), "NaN or infinite")
-
-
-@pytest.mark.filterwarnings("default")  # The compiler causes warnings.
-def test_compiled_steps_report_damaged_weights(gpt: Gpt, damaged: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uses a backend that does not compile, since compiling takes half a minute."""
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
-    assert_damage_error(
-        gpt("sample", "the", "-m", damaged, "-n", "5", "--greedy", "--compile", "on"), "NaN or infinite logits"
-    )
 
 
 def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import torch
 from gpt.bench_config import BenchConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
-from gpt.decoding.token_step import Step
 from gpt.decoding.weights import weight_bytes
 from gpt.device import Compute
 from gpt.model.decoder import GPT
@@ -36,11 +35,13 @@ class DecodingSpeed:
     bandwidth_share: float  # Share of the memory bandwidth that decoding uses.
 
 
-def measure(model: GPT, compute: Compute, config: BenchConfig, step: Step | None = None) -> DecodingSpeed:
+def measure(
+    model: GPT, compute: Compute, config: BenchConfig, note: Callable[[str], None] = lambda text: None
+) -> DecodingSpeed:
     """Times greedy decoding after random prompts. Raises `UserError` if the sequences exceed the context length."""
     config = config.fitted(model.config.block_size)
     prompt_tokens, new_tokens = config.prompt_tokens or 0, config.new_tokens or 0
-    context = Context(model, compute, config.batch, prompt_tokens + new_tokens, step)
+    context = Context(model, compute, config.batch, prompt_tokens + new_tokens, note=note)
     prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()
     # The first round is a warm-up.
     rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]

@@ -1,23 +1,20 @@
 """Contexts: a KV cache with a slot per sequence, and the steps that compute new positions."""
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.decoding.logits import Filters, as_int64
 from gpt.decoding.native import TILE, Decoder, is_packed
-from gpt.decoding.token_step import Step
+from gpt.decoding.token_step import TokenStep
 from gpt.decoding.weights import resident_bytes
 from gpt.device import Compute, upload
 from gpt.errors import UserError
 from gpt.model.cache import KVCache, Placement
-from gpt.model.decoder import GPT, ROPE_TABLE
+from gpt.model.decoder import GPT
 from gpt.model.params import WINDOW_SLACK, cache_bytes
-from gpt.model.quantize import QuantizedEmbedding
 
 MIN_POSITIONS = 256  # Minimum number of positions of a slot, unless the context is shorter.
 CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
@@ -57,9 +54,9 @@ class Context:
         compute: Compute,
         rows: int = 1,
         positions: int | None = None,
-        step: Step | None = None,
         vocab_size: int | None = None,
         size: int | None = None,
+        note: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.model = model
         # The model's vocabulary can be padded with ids that have no token.
@@ -68,43 +65,32 @@ class Context:
         self.size = min(model.config.block_size, size or model.config.block_size)  # Context length in tokens.
         has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If true, autocast is unnecessary.
         self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
-        self.slots: list[Slot] = []
+        self.note = note
+        self.slots: list[Slot]
         self.cache: KVCache
-        self.last: Tensor  # Newest id of each slot, for compiled steps.
-        self.resize(rows, min(self.size, positions or self.size), (), step)
+        self.resize(rows, min(self.size, positions or self.size))
 
     def round_up(self, positions: int) -> int:
         """Returns the positions that slots should get for sequences of so many, so that few sizes exist."""
         doublings = (max(0, positions - 1) // MIN_POSITIONS).bit_length()
         return min(MIN_POSITIONS << doublings, self.size)
 
-    def resize(self, rows: int, positions: int, kept: Sequence[Slot], step: Step | None) -> None:
+    def resize(self, rows: int, positions: int, kept: Sequence[Slot] = ()) -> None:
         """Replaces the KV cache by one with ``rows`` slots of ``positions`` positions. The first slots are those
         ``kept``, with their contents. Raises `UserError` if the cache does not fit in memory."""
         model, device = self.model, self.compute.device
         _check_memory(model, self.compute, rows, positions)
         dtype, tile = (torch.float32, TILE) if is_packed(model) else (self.compute.dtype, 1)
         cache = KVCache(model.config, rows, device, dtype, positions, tile)
-        last = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         with torch.inference_mode():
             for row, slot in enumerate(kept):
                 cache.copy(slot.row, row, 0, slot.written, slot.written, self.cache)
-                last[row] = self.last[slot.row]
         for row, slot in enumerate(kept):
             slot.row = row
-        self.cache, self.last = cache, last
-        self.slots = [*kept, *(Slot(row) for row in range(len(kept), rows))]
+        self.cache, self.slots = cache, [*kept, *(Slot(row) for row in range(len(kept), rows))]
         self._decoder = Decoder(model, cache) if is_packed(model) else None  # If None, torch computes the steps.
-        self.compiled = step  # If None, steps run uncompiled.
-        if step is not None:
-            model.grow_rope_table(max(ROPE_TABLE, 2 * self.size))  # Growing the RoPE table later would recompile.
-            self._step_inputs = torch.zeros(2, rows, dtype=torch.int64, device=device)
-            static_tensors = [*cache.keys, *cache.values, cache.blocks, last, self._step_inputs]
-            table = model.get_submodule("wte")
-            if isinstance(table, QuantizedEmbedding):  # By default, only parameters have fixed addresses.
-                static_tensors += [table.weight.levels, table.weight.scales]
-            for tensor in static_tensors:
-                torch._dynamo.mark_static_address(tensor)
+        # On a GPU, steps of one id per slot run as CUDA graphs.
+        self._token_step = TokenStep(model, cache, self.note) if device.type == "cuda" else None
 
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
@@ -118,6 +104,9 @@ class Context:
             slot.written = max(slot.written, slot.length + count)
         if self._decoder is not None:
             x = self._decoder.forward([(slot.row, slot.length, count) for slot, count in work], ids)
+        elif self._token_step is not None and self._token_step.works and all(count == 1 for _, count in work):
+            with self._autocast():
+                x = self._token_step([slot.row for slot, _ in work], ids, [slot.length for slot, _ in work])
         else:
             places = self._place(work)
             with self._autocast():
@@ -136,32 +125,6 @@ class Context:
                     continue
             parts.append((slot.row, [slot.length], count))
         return Placement(self.cache, parts)
-
-    @torch.inference_mode()
-    def next_tokens(
-        self, slots: Sequence[Slot], filters: Filters | None = None, keys: Sequence[int] = (), top: int = 0
-    ) -> list[Tensor]:
-        """Computes the next position of some slots in a compiled step, from the ids in `last`. With filters, writes the
-        next ids to `last` and returns their `score_tokens`. Without filters, returns logits (n, V).
-
-        Because shapes are fixed, the step also computes all other slots and overwrites their next column."""
-        assert self.compiled is not None
-        rows = [slot.row for slot in slots]
-        for slot in self.slots:
-            is_idle = slot.row not in rows and slot.computed == len(slot.token_ids)
-            if is_idle and slot.length >= self.cache.max_positions:  # A full slot has no next column.
-                slot.forget()
-            slot.written = max(slot.written, slot.length + 1)
-        step_inputs = np.zeros((2, self.cache.rows), np.int64)
-        step_inputs[0] = [slot.length for slot in self.slots]
-        step_inputs[1, rows[: len(keys)]] = as_int64(keys)[:, 0]
-        self._step_inputs.copy_(upload(step_inputs, self.compute.device))
-        self.model.grow_rope_table(int(step_inputs[0].max()) + 1)
-        with self._autocast():
-            outputs = self.compiled(self.cache, self.last, self._step_inputs, self.vocab_size, filters, top)
-        for slot in slots:
-            slot.length += 1
-        return [select(output, rows) for output in outputs]
 
     @torch.inference_mode()
     def logits(self, x: Tensor) -> Tensor:

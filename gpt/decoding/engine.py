@@ -15,12 +15,11 @@ from torch import Tensor
 from gpt.decoding import sampler
 from gpt.decoding.beam import Search
 from gpt.decoding.context import Context, Slot, capacity, select
-from gpt.decoding.logits import Filters, Token, step_key
+from gpt.decoding.logits import Filters, Token
 from gpt.decoding.sampler import Draw
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import Deliver, Request, RequestState, Update
-from gpt.decoding.token_step import Step, compile_step
-from gpt.device import Download, upload
+from gpt.device import upload
 from gpt.errors import Interrupted, UserError, as_user_error
 from gpt.sample_config import SampleConfig
 
@@ -45,9 +44,8 @@ class Engine:
         context: Context,
         ends: Collection[int],
         chunk: int = CHUNK,
-        note: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self.context, self.ends, self.note = context, ends, note
+        self.context, self.ends = context, ends
         self.lock = threading.RLock()
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self.scheduler = Scheduler(context, chunk)
@@ -69,35 +67,29 @@ class Engine:
         """The number of running requests."""
         return sum(not state.done for state in self.scheduler.running)
 
-    @functools.cached_property
-    def _compiled_step(self) -> Step | None:
-        return compile_step(self.context.model, self.context.compute, self.note)
-
-    def reserve(self, rows: int, positions: int, compile: bool = False) -> None:
+    def reserve(self, rows: int, positions: int) -> None:
         """Makes room for ``rows`` sequences of ``positions`` tokens. Slots keep as much of their contents as fits in
         `CACHE_SHARE` of memory. Runs steps until all requests have ended if their slots must change. Raises `UserError`
         if the KV cache does not fit in memory."""
-        context, step = self.context, self._compiled_step if compile else None
         with self.lock:
+            context, scheduler = self.context, self.scheduler
             old_rows, old_positions = len(context.slots), context.cache.max_positions
-            if rows <= old_rows and positions <= old_positions and step is context.compiled:
+            if rows <= old_rows and positions <= old_positions:
                 return
             fitting_rows = functools.partial(capacity, context.model, context.compute)
             positions = context.round_up(positions)
             if rows <= fitting_rows(max(positions, old_positions)):
                 positions = max(positions, old_positions)
             rows = max(rows, min(max(old_rows, MIN_SLOTS), fitting_rows(positions)))
-            if rows < old_rows or positions < old_positions or step is not context.compiled:
-                while self.busy:
-                    self.step()
+            while self.busy and (rows < old_rows or positions < old_positions):
+                self.step()
+            kept = context.slots
             if not self.busy:
                 self._read_draws()
-                self.scheduler.release()
-            kept, free = context.slots, self.scheduler.free  # Least recently used first.
-            if not self.busy:
-                kept = [slot for slot in free if 0 < slot.written <= positions][-rows:]
-            context.resize(rows, positions, kept, step)
-            self.scheduler.free = [*context.slots[len(kept) :], *(slot for slot in free if slot in kept)]
+                scheduler.release()
+                kept = [slot for slot in scheduler.free if 0 < slot.written <= positions][-rows:]  # The newest.
+            context.resize(rows, positions, kept)
+            scheduler.free = [*context.slots[len(kept) :], *(slot for slot in scheduler.free if slot in kept)]
 
     def add(self, request: Request, deliver: Deliver | None = None) -> int:
         """Queues a request and returns its number. Each of its updates is passed to ``deliver``. Raises `UserError` if
@@ -199,15 +191,6 @@ class Engine:
         self.scheduler.release()
         states = self.scheduler.plan()
         unread_draws, self._draws = self._draws, []
-        if self.context.compiled is not None:
-            decoding_states = [
-                state
-                for state in states
-                if state.count == 1 and state.uncomputed <= 1 and state.request.config.max_tokens
-            ]
-            states = [state for state in states if state not in decoding_states]
-            if decoding_states:
-                self._decode_compiled(decoding_states, unread_draws)
         if states:
             self._compute(states, unread_draws)
         for draw in unread_draws:
@@ -236,7 +219,7 @@ class Engine:
         sort_key = lambda item: (item[0].uncomputed > 0, item[0].count, item[1].row)
         work = sorted(((state, slot) for state in states for slot in state.live_slots), key=sort_key)
         known_ids = [id for state, slot in work for id in state.next_ids(slot)]
-        id_tensors = [] if context.compiled or not unread_draws else [_sort_ids(unread_draws)]
+        id_tensors = [_sort_ids(unread_draws)] if unread_draws else []
         id_tensors += [upload(known_ids, context.compute.device)] if known_ids else []
         x = context.forward(
             [(slot, state.count) for state, slot in work],
@@ -249,29 +232,6 @@ class Engine:
             if state.prompt:
                 sampler.echo(state, x[slot_ends[slot] - state.count : slot_ends[slot]], context)
         self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
-
-    def _decode_compiled(self, states: list[RequestState], unread_draws: Sequence[Draw]) -> None:
-        """Runs the compiled step. The step also chooses tokens if all requests share filters that need only logits."""
-        context, filters = self.context, states[0].filters
-        for draw in unread_draws:
-            if draw.ids is not None:
-                context.last[upload(draw.rows, context.compute.device)] = draw.ids
-        known_ids = {slot.row: slot.token_ids[-1] for state in states if state.uncomputed for slot in state.live_slots}
-        if known_ids:
-            new_ids = upload([[id] for id in known_ids.values()], context.compute.device)
-            context.last[upload([*known_ids], context.compute.device)] = new_ids
-        slots = [slot for state in states for slot in state.live_slots]
-        if any(
-            state.search or state.constraint or state.filters is not filters or filters.adjusts(state.token_index + 1)
-            for state in states
-        ):
-            [logits] = context.next_tokens(slots)
-            self._choose(states, {slot: n for n, slot in enumerate(slots, 1)}, lambda rows: select(logits, rows))
-            return
-        keys = [step_key(state.key, state.token_index + 1) for state in states] if filters.draws else []
-        top = max(state.request.config.logprobs or 0 for state in states)
-        scored = context.next_tokens(slots, filters, keys, top)
-        self._draws.append(Draw([(state, 0) for state in states], None, Download(*scored)))
 
     def _choose(
         self,
@@ -306,8 +266,7 @@ class Engine:
 def _sort_ids(draws: Sequence[Draw]) -> Tensor:
     """Returns drawn ids (n) in slot order."""
     rows = [row for draw in draws for row in draw.rows]
-    ids = torch.cat([draw.ids for draw in draws if draw.ids is not None]) if len(draws) > 1 else draws[0].ids
-    assert ids is not None
+    ids = torch.cat([draw.ids for draw in draws]) if len(draws) > 1 else draws[0].ids
     return (ids if rows == sorted(rows) else ids[upload(np.argsort(rows), ids.device)])[:, 0]
 
 

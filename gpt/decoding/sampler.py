@@ -24,7 +24,7 @@ class Draw:
     """A token for each place, chosen on the device and being copied to the host."""
 
     places: Sequence[Place]
-    ids: Tensor | None  # Ids (n, 1) on the device. None if the context's `last` has them.
+    ids: Tensor  # Ids (n, 1) on the device.
     scores: Download
 
     @property

@@ -1,72 +1,60 @@
-"""A decoding step for all cache rows: a function of tensors that compiles to one graph."""
+"""A GPU's decoding steps as CUDA graphs: one new token for each of some rows of the KV cache."""
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gpt.decoding.logits import Filters, score_tokens
-from gpt.decoding.native import is_packed
-from gpt.decoding.weights import Int4Linear
-from gpt.device import Compute
-from gpt.errors import first_line, is_out_of_memory
-from gpt.model.cache import EveryRow, KVCache
+from gpt.cuda_graph import GraphedFunction
+from gpt.device import upload
+from gpt.model.cache import KVCache, OneEach
 from gpt.model.decoder import GPT
 
-# On a GPU, steps run as CUDA graphs. Coordinate descent tunes tile sizes, without which single-row products are slow.
-# The memory threshold fuses kernels that share only the positions. Without split reductions, one kernel computes both
-# the log-probabilities and the choice.
-OPTIONS: dict[str, Any] = {
-    "triton.cudagraphs": True, "coordinate_descent_tuning": True, "score_fusion_memory_threshold": 8,
-    "split_reductions": False,
-}  # fmt: skip
-Step = Callable[..., list[Tensor]]  # `next_tokens` without its ``model`` parameter.
+MIN_COLUMNS = 256  # Columns of the smallest graph. The others have twice as many, four times …
 
 
-def next_tokens(
-    model: GPT, cache: KVCache, ids: Tensor, step_inputs: Tensor, vocab_size: int, filters: Filters | None, top: int
-) -> list[Tensor]:
-    """Appends ids (rows, 1) to the rows of a cache. With ``filters``, chooses the next ids, writes them to ``ids`` and
-    returns their `score_tokens` with the ``top`` most likely ids. Without filters, returns logits (rows, V).
+class TokenStep:
+    """Appends one id to each of some rows. A graph has a fixed number of rows and attends to a fixed number of columns,
+    so both are rounded up to powers of two, and each combination is captured when it occurs.
 
-    ``step_inputs`` (2, rows), on the device, has the position and the random key of each row. A CUDA graph requires the
-    same shapes and addresses in every step.
+    If a graph cannot be captured or does not fit in memory, calls ``note`` once, and `works` becomes False.
     """
-    positions, keys = step_inputs
-    x, rope = model.embed_at(ids, positions[:, None])
-    x = model.stack(x, rope, EveryRow(cache, positions))
-    logits = model.unembed(x)[:, 0, :vocab_size].float()
-    if filters is None:
-        return [logits]
-    chosen_ids = filters.choose(logits, keys[:, None])[:, None]
-    ids.copy_(chosen_ids)
-    return score_tokens(chosen_ids, logits, top)
+
+    def __init__(self, model: GPT, cache: KVCache, note: Callable[[str], None]) -> None:
+        self.model, self.cache, self.note, self.works = model, cache, note, True
+        self._graphs: dict[tuple[int, ...], GraphedFunction[Tensor]] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, rows: Sequence[int], ids: Tensor, positions: Sequence[int]) -> Tensor:
+        """Appends ids (n), on the device, at one position of each row. Returns the residual stream (n, C), which the
+        next call overwrites."""
+        count, end = len(rows), max(positions) + 1
+        size = min(_round_up(count), self.cache.rows)
+        self.model.grow_rope_table(end)
+        columns = min(_round_up(max(end, MIN_COLUMNS)), max(self.cache.columns.values()))
+        is_gathered = [*rows] != [*range(size)]
+        # The last row fills up the others. It writes the same keys and values several times.
+        places = upload(np.pad([rows, positions], ((0, 0), (0, size - count)), "edge"), ids.device)
+        ids = torch.cat([ids, ids[-1:].expand(size - count)]) if size > count else ids
+        key = (size, columns, is_gathered, 0 if self.model.rope is None else self.model.rope.size(1))
+        if key not in self._graphs:
+            function = functools.partial(self._compute, columns, is_gathered)
+            self._graphs[key] = GraphedFunction(function, self.model.buffers, self._give_up, self._pool)
+        return self._graphs[key](ids, places)[:count]
+
+    def _compute(self, columns: int, is_gathered: bool, ids: Tensor, places: Tensor) -> Tensor:
+        rows, positions = places
+        x, rope = self.model.embed_at(ids[:, None], positions[:, None])
+        return self.model.stack(x, rope, OneEach(self.cache, rows, positions, columns, is_gathered))[:, 0]
+
+    def _give_up(self, why: str) -> None:
+        self.works = False
+        self._graphs.clear()
+        self.note(f"decoding steps run without CUDA graphs, which is slower: {why:.200}")
 
 
-def compile_step(model: GPT, compute: Compute, note: Callable[[str], None]) -> Step | None:
-    """Compiles `next_tokens` of a model, with CUDA graphs on a GPU. If compiling fails, calls ``note`` and runs steps
-    uncompiled. For int4 weights and on a CPU, where steps run in C, calls ``note`` and returns None."""
-    if is_packed(model) or any(isinstance(module, Int4Linear) for module in model.modules()):
-        note("int4 weights, and steps on a CPU, are not compiled by torch: their kernels already are")
-        return None
-    eager_step = functools.partial(next_tokens, model)
-    compiled_step = torch.compile(
-        next_tokens, dynamic=False, options=OPTIONS if compute.device.type == "cuda" else None
-    )
-    failed = False
-
-    def step(*args: Any) -> list[Tensor]:
-        nonlocal failed
-        if not failed:
-            try:
-                return compiled_step(model, *args)
-            except Exception as error:  # The compiler can fail, or a C++ compiler can be missing.
-                if is_out_of_memory(error):
-                    raise
-                failed = True
-                note(f"torch.compile failed, so steps run without it: {first_line(error):.200}")
-        return eager_step(*args)
-
-    return step
+def _round_up(number: int) -> int:
+    """Returns the next power of two."""
+    return 1 << (number - 1).bit_length()

@@ -15,7 +15,7 @@ from gpt.decoding import native
 from gpt.decoding.library import Note
 from gpt.decoding.native import PackedLinear
 from gpt.device import Compute
-from gpt.model.decoder import GPT, Attention
+from gpt.model.decoder import GPT
 from gpt.model.params import count_matmul_parameters
 from gpt.model.quantize import GROUP, Quantized, QuantizedLinear, scale_groups
 
@@ -23,24 +23,16 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class GPULinear(nn.Module):
-    """A linear layer on a GPU with weights of any dtype and an optional scale per group of 32 elements of a row.
-
-    When compiled for one position, it computes the product as a sum. The compiler fuses the sum with the bias,
-    activation and residual addition, and reads int8 weights directly. With ``materialize``, the kernel's input is
-    computed once, not once per output.
-    """
+    """A linear layer on a GPU with weights of any dtype and an optional scale per group of 32 elements of a row."""
 
     scale: Tensor | None
     ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Other numbers are padded to multiples of 64.
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None, materialize: bool = True
-    ) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
         super().__init__()
-        self.outputs, self.materialize = len(weight), materialize
+        self.outputs = len(weight)
         if self.outputs % self.ALIGNED:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
-        # A parameter has a fixed address. A CUDA graph would copy any other tensor in each step.
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
         self.register_buffer("scale", scale)
@@ -49,20 +41,13 @@ class GPULinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), in the input's dtype."""
-        weight = self.weight[: self.outputs]
-        weight = weight if self.scale is None else scale_groups(weight, self.scale)
-        if torch.compiler.is_compiling() and x.numel() == x.size(-1):
-            row = x.float().flatten()
-            if self.materialize:
-                row = row.as_strided(row.shape, (1,))  # A strided view must be in memory.
-            out = (row * weight).sum(-1).view(*x.shape[:-1], -1)
-        elif self.scale is None and self.outputs == len(self.weight):
+        if self.scale is not None:
+            weight = scale_groups(self.weight[: self.outputs], self.scale).to(x.dtype)
+            return F.linear(x, weight, self.bias)
+        if self.outputs == len(self.weight):
             return F.linear(x, self.weight, self.bias)
-        elif self.scale is None:
-            out = F.linear(x, self.weight)[..., : self.outputs]
-        else:
-            out = F.linear(x, weight.to(x.dtype))
-        return (out if self.bias is None else out + self.bias).to(x.dtype)
+        out = F.linear(x, self.weight)[..., : self.outputs]
+        return out if self.bias is None else out + self.bias
 
 
 class Int4Linear(nn.Module):
@@ -116,23 +101,22 @@ def prepare(model: Module, compute: Compute, note: Note = lambda text: None) -> 
     with torch.no_grad():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                is_output = isinstance(parent, Attention) and name == "c_proj"
-                setattr(parent, name, _lay_out_for_gpu(child, compute, materialize=not is_output))
+                setattr(parent, name, _lay_out_for_gpu(child, compute))
         if isinstance(model, GPT) and model.lm_head is None:
             model.lm_head = head = GPULinear(model.wte.weight.detach(), None)
             model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # Shares memory.
     return model
 
 
-def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> nn.Module:
+def _lay_out_for_gpu(module: nn.Module, compute: Compute) -> nn.Module:
     if isinstance(module, QuantizedLinear) and module.weight.bits == 8:
-        return GPULinear(module.weight.levels, module.bias, module.weight.scales, materialize)
+        return GPULinear(module.weight.levels, module.bias, module.weight.scales)
     if isinstance(module, QuantizedLinear) and Int4Linear.fits(module.weight):
         return Int4Linear(module.weight, module.bias)
     if isinstance(module, QuantizedLinear):
-        return GPULinear(module.weight.dequantize().to(compute.dtype), module.bias, None, materialize)
+        return GPULinear(module.weight.dequantize().to(compute.dtype), module.bias)
     if isinstance(module, nn.Linear):
-        return GPULinear(module.weight.detach(), module.bias, None, materialize)
+        return GPULinear(module.weight.detach(), module.bias)
     return module
 
 

@@ -15,10 +15,6 @@ from gpt.sample_config import SampleConfig
 from gpt.text.tokenizer import Tokenizer
 
 MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
-# Minimum number of steps for which a GPU's steps are compiled. Compiling takes about half a minute, and a compiled step
-# of GPT-2 124M saves 3 ms on an H200 (benchmarks/RESULTS.md). The minimum also applies if a compiled step already
-# exists, because earlier calls must not change a text.
-MIN_COMPILED_STEPS = 20_000
 
 
 @dataclass(frozen=True)
@@ -130,8 +126,6 @@ class TextGenerator:
         positions = engine.context.round_up(max(map(len, prompts), default=1) + config.max_tokens)
         max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
         batch = max(1, min(config.batch or max_rows // width, count))
-        is_long = self.compute.device.type == "cuda" and config.max_tokens * count >= MIN_COMPILED_STEPS * batch
-        compiles = config.compile == "on" or (config.compile == "auto" and is_long)
         settings = (self._bias, self._stops, self.constraint, self)
         texts: dict[int, _TextBuilder] = {}
         inbox, sorter, turns = deque[Update](), _PieceSorter(), iter(range(count))
@@ -139,7 +133,7 @@ class TextGenerator:
             while True:
                 with engine.lock:
                     if new := list(islice(wanted, batch - len(texts))):
-                        engine.reserve(batch * width, positions, compiles)
+                        engine.reserve(batch * width, positions)
                     for number, index in new:
                         request = Request(prompts[number], config, self.seed, index, *settings)
                         text = _TextBuilder(number, index, self.tokenizer, config, next(turns))

@@ -1,12 +1,10 @@
 """The KV cache: keys and values of earlier positions."""
 
-import functools
 import math
 import mmap
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +15,6 @@ from gpt.device import upload
 from gpt.model import kernels
 from gpt.model.params import WINDOW_SLACK, cache_columns
 
-BLOCK = 128  # columns per block in one-query GPU attention
 Positions = slice | Tensor  # positions shared by all rows, or (B, T) positions
 
 
@@ -64,8 +61,7 @@ def _make_zeros(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype
 class KVCache:
     """Keys and values of ``rows`` sequences of up to ``max_positions`` positions.
 
-    Each layer has its own key and value tensors, (rows, K, columns, D). If all layers shared a tensor, compiled code
-    would copy all of it to write one layer.
+    Each layer has its own key and value tensors, (rows, K, columns, D).
 
     Position p is in column p modulo the number of columns. A windowed layer has columns for its window plus
     `params.WINDOW_SLACK` positions that can be appended and rewound. Other layers have ``max_positions`` columns. With
@@ -97,8 +93,6 @@ class KVCache:
             key_shape = (rows, K, columns, D) if tile == 1 else (rows, K, columns // tile, D, tile)
             self.keys.append(_make_zeros(key_shape, device, dtype))
             self.values.append(_make_zeros((rows, K, columns, _round_up(D, tile)), device, dtype))
-        blocks = -(-max(self.columns.values()) // BLOCK)
-        self.blocks = torch.arange(blocks, dtype=torch.int32, device=device)  # block indices for `make_block_mask`
 
     @property
     def nbytes(self) -> int:
@@ -226,65 +220,43 @@ class Placement:
         return kernels.attend(q, k, v, span.mask)
 
 
-class EveryRow:
-    """A step of fixed shape that appends one token to every cache row. ``positions``, (rows), on the device, has the
-    position of each token. Compiled GPU code reads only filled blocks."""
+class OneEach:
+    """A step of fixed shape that appends one token to each of some rows. ``rows`` and ``positions``, (n), are on the
+    device. Attention reads the first ``columns`` columns of each layer. Unless ``is_gathered``, the rows are the first
+    n, whose keys and values need no copy."""
 
-    def __init__(self, cache: KVCache, positions: Tensor) -> None:
-        self.cache = cache
-        self.rows = torch.arange(len(positions), device=positions.device)
-        self.columns = {window: positions % columns for window, columns in cache.columns.items()}
-        has_wide_heads = cache.keys[0].size(3) >= 16  # `flex_attention` requires head size 16 or more.
-        in_blocks = has_wide_heads and positions.device.type == "cuda" and torch.compiler.is_compiling()
-        make_mask = functools.partial(make_block_mask, cache.blocks) if in_blocks else make_column_mask
-        # A mask per window: of columns, (rows, 1, 1, columns), or of blocks.
-        self.masks: dict[int, Any] = {w: make_mask(positions, w, columns) for w, columns in cache.columns.items()}
+    def __init__(self, cache: KVCache, rows: Tensor, positions: Tensor, columns: int, is_gathered: bool) -> None:
+        self.cache, self.rows = cache, rows
+        self.visible_rows = rows if is_gathered else slice(len(rows))
+        self.new_columns = {window: positions % size for window, size in cache.columns.items()}
+        # A mask per window, (n, 1, 1, columns).
+        self.masks = {w: make_column_mask(positions, w, size, columns) for w, size in cache.columns.items()}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Stores a layer's new keys and values, (rows, K, 1, D), and computes attention."""
-        keys, values, window = self.cache.keys[layer], self.cache.values[layer], self.cache.windows[layer]
-        keys[self.rows, :, self.columns[window]] = k[:, :, 0].to(keys.dtype)
-        values[self.rows, :, self.columns[window]] = v[:, :, 0].to(values.dtype)
-        return kernels.attend(q, keys, values, self.masks[window])
+        """Stores a layer's new keys and values, (n, K, 1, D), and computes attention."""
+        window = self.cache.windows[layer]
+        stored_pair = (self.cache.keys[layer], self.cache.values[layer])
+        for stored, new in zip(stored_pair, (k, v), strict=True):
+            stored[self.rows, :, self.new_columns[window]] = new[:, :, 0].to(stored.dtype)
+        mask = self.masks[window]
+        keys, values = (stored[:, :, : mask.size(-1)][self.visible_rows] for stored in stored_pair)
+        return kernels.attend(q, keys, values, mask)
 
 
-Places = Placement | EveryRow  # where a step's keys and values go
+Places = Placement | OneEach  # where a step's keys and values go
 
 
-def make_column_mask(positions: Tensor, window: int, columns: int) -> Tensor:
-    """Returns the mask of columns visible to the newest position of each row: (B) → (B, 1, 1, columns)."""
+def make_column_mask(positions: Tensor, window: int, size: int, columns: int) -> Tensor:
+    """Returns the mask of the columns visible to the newest position of each row, in a layer of ``size`` columns:
+    (n) → (n, 1, 1, columns), or (n, 1, 1, size) if that is less."""
     new = positions[:, None]
-    return _visibility_mask(new, _stored_positions(new, columns), window)
+    return _visibility_mask(new, _stored_positions(new, size, min(size, columns)), window)
 
 
-def make_block_mask(blocks: Tensor, positions: Tensor, window: int, columns: int) -> Any:
-    """Returns a `flex_attention` mask of the blocks that each row has filled. ``positions``, (B), has the newest
-    position of each row. ``blocks`` has the numbers 0, 1, 2 … as int32."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    def is_visible(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        position = positions[row] - (positions[row] - column) % columns
-        return (position > positions[row] - window) & (position >= 0)
-
-    def is_filled(row: Tensor, head: Tensor, query: Tensor, column: Tensor) -> Tensor:
-        return column <= positions[row]
-
-    n_blocks = -(-columns // BLOCK)
-    block_counts = (positions // BLOCK + 1).clamp(max=n_blocks).int()[:, None, None]
-    return BlockMask.from_kv_blocks(
-        block_counts,
-        blocks[:n_blocks].expand(len(positions), 1, 1, -1),
-        BLOCK_SIZE=BLOCK,
-        mask_mod=is_visible if columns > window else is_filled,
-        seq_lengths=(1, columns),
-        compute_q_blocks=False,
-    )
-
-
-def _stored_positions(last: Tensor, columns: int) -> Tensor:
-    """Returns the position that each column holds, (B, columns). For empty columns, the number is negative. ``last``,
-    (B, 1), has the newest position of each row."""
-    return last - (last - torch.arange(columns, device=last.device)) % columns
+def _stored_positions(last: Tensor, size: int, columns: int | None = None) -> Tensor:
+    """Returns the position that each of ``size`` columns holds, (B, size), or that of the first ``columns``. For empty
+    columns, the number is negative. ``last``, (B, 1), has the newest position of each row."""
+    return last - (last - torch.arange(columns or size, device=last.device)) % size
 
 
 def _visibility_mask(new: Tensor, stored: Tensor, window: int) -> Tensor:

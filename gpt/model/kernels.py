@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gpt.model.memory import MAX_MATMUL_POSITIONS as MAX_MATMUL_POSITIONS
 
-MAX_UNSPLIT_COLUMNS = 1024  # GPU attention for one query splits longer caches.
 NARROW_ON = ("cuda",)  # Devices that narrow the residual stream to bfloat16 under autocast.
 SUMMED_ON = ("cuda",)  # Devices where compiled code sums bias gradients in two steps.
 MATMUL_ROWS = 8  # Sequences per call of matmul attention in CPU training.
@@ -172,8 +171,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
     matrix products win by skipping hidden keys: 1.9 ms instead of 5.1 at (1, 12, 512, 64).
     """
     T, S = q.size(2), k.size(2)
-    if mask is not None and not isinstance(mask, Tensor):
-        return attend_blocks(q, k, v, mask)
     is_causal_on_cpu, grad_enabled = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
     if is_causal_on_cpu and grad_enabled and S <= MAX_MATMUL_POSITIONS:
         rows_per_call = MATMUL_ROWS if _traced is None else _traced.batch_rows
@@ -197,15 +194,6 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Any, dropout: float = 0.0, win
         y = F.scaled_dot_product_attention(q.reshape(len(q), k.size(1), -1, q.size(3)), k, v, mask, dropout)
         return y.view_as(q)
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal, enable_gqa=groups > 1)
-
-
-def attend_blocks(q: Tensor, k: Tensor, v: Tensor, blocks: Any) -> Tensor:
-    """Computes attention of one query, (B, H, 1, D), with `flex_attention`, which reads only filled ``blocks``. Short
-    caches are not split, because merging the parts takes two more kernels."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    options: Any = {"SPLIT_KV": 1} if k.size(2) <= MAX_UNSPLIT_COLUMNS else {}
-    return flex_attention(q, k, v, block_mask=blocks, enable_gqa=q.size(1) > k.size(1), kernel_options=options)
 
 
 def _attend_by_matmul(q: Tensor, k: Tensor, v: Tensor, dropout: float, window: int | None) -> Tensor:

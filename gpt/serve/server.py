@@ -109,14 +109,20 @@ class _Uvicorn(uvicorn.Server):
             self.ready()
 
 
-def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int | None = None) -> Context:
+def make_context(
+    model: GPT,
+    compute: Compute,
+    config: ServeConfig,
+    vocab_size: int | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> Context:
     """Creates a context for ``max_batch`` sequences. By default, the device and its memory determine the number. Prompt
     and output get up to ``limit_tokens`` each, within the context length. Raises `UserError` if memory is too small."""
     size = min(model.config.block_size, config.context or model.config.block_size)
     positions = min(size, 2 * config.limit_tokens)
     rows = config.max_batch or max(1, min(MAX_BATCH[compute.device.type], capacity(model, compute, positions)))
     try:
-        return Context(model, compute, rows, positions, vocab_size=vocab_size, size=size)
+        return Context(model, compute, rows, positions, vocab_size=vocab_size, size=size, note=note)
     except UserError as error:
         raise UserError(error.message, "use a smaller --max-batch or --context") from None
 
@@ -148,7 +154,7 @@ def serve(
     Calls ``ready`` with the address once it accepts requests. Reads sampling defaults and training text for ``path``.
     Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end.
     """
-    context = make_context(model, compute, config, tokenizer.vocab_size)
+    context = make_context(model, compute, config, tokenizer.vocab_size, note)
     metrics = ServerMetrics()
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}

@@ -14,7 +14,7 @@ from gpt.decoding.engine import Engine, Request, Update
 from gpt.errors import UserError, as_user_error
 from gpt.serve.metrics import ServerMetrics
 
-CHUNK = 128  # Maximum prompt ids per step.
+CHUNKS = {"cpu": 128, "mps": 128, "cuda": 2048}  # Maximum prompt ids per step, by device: a fraction of a second.
 T = TypeVar("T")
 
 
@@ -30,9 +30,9 @@ class Ticket:
 class Worker:
     """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
-    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = CHUNK) -> None:
+    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = 0) -> None:
         self.metrics = metrics
-        self.engine = Engine(context, ends, chunk)
+        self.engine = Engine(context, ends, chunk or CHUNKS[context.compute.device.type])
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: list[tuple[Ticket, Update]] = []

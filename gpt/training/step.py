@@ -1,9 +1,9 @@
 """An optimizer step: upload the batch, accumulate gradients over micro-batches, clip them, update the weights.
 
 `Stepper` runs it eagerly. A CPU can run the forward and backward pass as one program (`cpu_step`). A GPU can run
-compiled halves of blocks, and the whole step as one graph (`gpu_step`). The host prepares the next batch without
-waiting for the device: `Download.read` returns a step's loss later, and the device itself skips a step with non-finite
-gradients.
+compiled halves of blocks (`gpu_step`), and the whole step as one graph (`gpt.cuda_graph`). The host prepares the next
+batch without waiting for the device: `Download.read` returns a step's loss later, and the device itself skips a step
+with non-finite gradients.
 """
 
 import contextlib
@@ -16,13 +16,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from gpt.cuda_graph import GraphedFunction
 from gpt.device import Download, keep_freed_memory, random_states, set_random_states, upload
 from gpt.errors import PeerLost, first_line
 from gpt.interrupt import interruption
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, tied_cross_entropy
 from gpt.training.cpu_step import GradientProgram
-from gpt.training.gpu_step import GraphedStep, compile_halves, uncompile_halves
+from gpt.training.gpu_step import compile_halves, uncompile_halves
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
 from gpt.training.teachers import Teachers
@@ -68,10 +69,10 @@ class Stepper:
             keep_freed_memory()
         self.has_compiled_halves = False
         self.program: GradientProgram | None = None  # a CPU's replacement of `backward` for full micro-batches
-        self.graph: GraphedStep | None = None  # a GPU's replacement of `update`
+        self.graph: GraphedFunction[tuple[Tensor, Tensor]] | None = None  # a GPU's replacement of `update`
         if recipe.uses_cuda_graph(self.compute, self.world.size):
             self.optimizer.keep_lr_on(self.compute.device)
-            self.graph = GraphedStep(self.update, self.model.buffers, self._give_up_graph)
+            self.graph = GraphedFunction(self.update, self.model.buffers, self._give_up_graph)
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float, *lesson: npt.NDArray[Any]) -> Download:
         """Takes a step on this rank's inputs x and targets y, (rows, T). ``lesson`` is what `TaughtBatches` adds to

@@ -21,7 +21,7 @@ def test_bench_json_keys(gpt: Gpt, run_folder: Path) -> None:
     result = gpt("bench", "-m", run_folder, "--json", "--rounds", "1", "--batch", "2")
     values = json.loads(result.out)
     assert list(values) == [
-        "name", "parameters", "device", "dtype", "compiled", "prompt_tokens", "new_tokens", "batch", "rounds",
+        "name", "parameters", "device", "dtype", "prompt_tokens", "new_tokens", "batch", "rounds",
         "prefill_tokens_per_second", "decode_tokens_per_second", "first_token_seconds", "memory_bytes", "read_bytes",
         "bandwidth_bytes_per_second", "bandwidth_share",
     ]  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gpt.config import GPTConfig
 from gpt.decoding.context import CACHE_SHARE, Context
-from gpt.decoding.engine import MIN_SLOTS, Engine, Request, generate
+from gpt.decoding.engine import Engine, Request, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.sampler import POSITIONS_AT_ONCE
 from gpt.decoding.write import MAX_BATCH, Sample, TextGenerator
@@ -240,6 +240,7 @@ def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt.decoding.context.resident_bytes", lambda *args: 0)
     size = Context(text_generator(SampleConfig()).model, CPU).cache.nbytes
 
     def count_rows(config: SampleConfig) -> int:
@@ -258,7 +259,6 @@ def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(Compute, "memory", lambda self, n=rows_that_fit: int((n + 0.5) * size / CACHE_SHARE))
         assert count_rows(SampleConfig(max_tokens=20, beam=width if width > 1 else 0)) == rows
     assert count_rows(SampleConfig(max_tokens=20, batch=7)) == 7
-    assert count_rows(SampleConfig(max_tokens=20, batch=1)) == MIN_SLOTS
 
 
 def test_invalid_settings_are_refused() -> None:

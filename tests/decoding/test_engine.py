@@ -1,7 +1,6 @@
 """The engine: concurrent requests, cancellation, prefix reuse, chunked prefill."""
 
 import random
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.scheduler import Scheduler
 from gpt.decoding.sequence import RequestState
-from gpt.decoding.token_step import next_tokens
 from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 from gpt.sample_config import SampleConfig
@@ -60,25 +58,23 @@ def run_alone(model: GPT, request: Request) -> list[Update]:
 
 
 @pytest.mark.parametrize(
-    ("positions", "fixed_shapes", "chunk", "properties"),
+    ("positions", "chunk", "properties"),
     [
-        ("learned", True, 2, {}),
-        slow("rotary", False, 2, {}),
-        slow("rotary", True, 99, {}),
-        slow("learned", False, 99, {}),
-        slow("rotary", False, 9, {"window": 5, "window_layers": (1,)}),
+        ("learned", 2, {}),
+        slow("rotary", 2, {}),
+        slow("learned", 99, {}),
+        slow("rotary", 9, {"window": 5, "window_layers": (1,)}),
     ],
 )
 def test_concurrent_requests_do_not_affect_each_other(
-    positions: str, fixed_shapes: bool, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    positions: str, chunk: int, properties: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests of all kinds outnumber the slots. Some are cancelled, and some are paused for another group's."""
     monkeypatch.setattr(scheduler, "MIN_SHARED_PREFIX", 1)
     pause, paused = Scheduler._pause, list[RequestState]()
     monkeypatch.setattr(Scheduler, "_pause", lambda self, state: (paused.append(state), pause(self, state)))
     model, rng = tiny_model(24, positions, **properties), random.Random(0)
-    context = Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None)
-    engine = Engine(context, {EOT}, chunk)
+    engine = Engine(Context(model, CPU, 5), {EOT}, chunk)
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled_numbers: set[int] = set()
@@ -103,11 +99,10 @@ def test_concurrent_requests_do_not_affect_each_other(
         assert ids == summarize(run_alone(model, requests[number]))[0][: len(ids)]
 
 
-@pytest.mark.parametrize("fixed_shapes", [True, False])
-def test_tokens_that_are_read_late_are_not_lost(fixed_shapes: bool) -> None:
+def test_tokens_that_are_read_late_are_not_lost() -> None:
     """On a GPU, a step starts before the previous step's tokens are read. A request can then end between two steps."""
     model, rng = tiny_model(64, "rotary"), random.Random(0)
-    engine = Engine(Context(model, CPU, 5, step=partial(next_tokens, model) if fixed_shapes else None), {EOT}, 8)
+    engine = Engine(Context(model, CPU, 5), {EOT}, 8)
     engine.runs_ahead = True
     requests = [
         Request([number, 1], SampleConfig(max_tokens=rng.randint(1, 20)), bias=((EOT, 2.0),), group=rng.choice("aab"))

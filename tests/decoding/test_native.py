@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import more
+from conftest import ROOT, more, slow
 from models import CPU, SHAPES, engine_of, loud, push, tiny_model
 from torch import Tensor
 
@@ -24,6 +25,7 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.decoding.native import PackedLinear, pack
 from gpt.decoding.weights import prepare
+from gpt.model import cache
 from gpt.model.decoder import GPT
 from gpt.model.quantize import quantize_model
 from gpt.sample_config import SampleConfig
@@ -31,8 +33,12 @@ from gpt.sample_config import SampleConfig
 if shutil.which("cc") is None:
     pytest.skip("no C compiler", allow_module_level=True)
 
-# Vector instructions that this CPU has: all, AVX2 with and without VNNI, and SSE2
-BUILDS = {"native": [], "avx2": ["-mno-avx512f"], "haswell": ["-march=haswell"], "plain": ["-march=x86-64"]}
+# Vector instructions that this CPU has: all, AVX2 with and without VNNI, and SSE2. `test_sanitizers_find_nothing` sets
+# the variable.
+BUILDS = {
+    "native": os.environ.get("DECODER_FLAGS", "").split(), "avx2": ["-mno-avx512f"], "haswell": ["-march=haswell"],
+    "plain": ["-march=x86-64"], "unoptimized": ["-O1"],
+}  # fmt: skip
 FAMILIES = SHAPES | {
     "odd": GPTConfig(50, 40, 2, 3, 27),
     "sinusoidal": GPTConfig(50, 40, 2, 2, 24, positions="sinusoidal"),
@@ -47,6 +53,10 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CD
     libraries: dict[str, ctypes.CDLL] = {}
 
     def get(name: str) -> ctypes.CDLL:
+        if any("-m" in flag for flag in BUILDS[name]) and platform.machine() not in ("x86_64", "AMD64"):
+            pytest.skip("these instructions are those of x86-64")
+        if name == "haswell" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+            pytest.skip("this CPU has no AVX2")
         if name not in libraries:
             folder = tmp_path_factory.mktemp(name)
             libraries[name] = library.open_library(library.compile(folder, [*library.NATIVE, *BUILDS[name]]))
@@ -76,7 +86,7 @@ def compute_logits(context: Context, *steps: list[tuple[int, list[int]]]) -> Ten
 
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("instructions", ["native", *map(more, list(BUILDS)[1:])])
+@pytest.mark.parametrize("instructions", ["native", slow("avx2"), more("haswell"), slow("plain"), slow("unoptimized")])
 def test_logits_match_the_definition_in_any_company(
     family: str, bits: int | None, instructions: str, build: Callable[[str], ctypes.CDLL]
 ) -> None:
@@ -106,8 +116,11 @@ def test_logits_match_the_definition_in_any_company(
 
 @pytest.mark.parametrize("positions", ["learned", "rotary"])
 @pytest.mark.parametrize("window", [None, 5, 30])
-def test_windows_and_full_contexts_match_the_definition(positions: str, window: int | None) -> None:
+def test_windows_and_full_contexts_match_the_definition(
+    positions: str, window: int | None, build: Callable[[str], ctypes.CDLL], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rings of columns wrap around several times. Learned positions start again in the middle."""
+    monkeypatch.setattr(native, "_found", [build("native")])
     ids = (torch.arange(300) ** 2 % 50).tolist()
     config = GPTConfig.of("modern" if positions == "rotary" else "gpt2", 50, 150, 2, 2, 16, window=window)
     context, reference = (Context(model, CPU, 2) for model in (prepare(loud(config), CPU), loud(config)))
@@ -263,6 +276,25 @@ def test_damaged_library_is_compiled_again(find: Callable[[], tuple[bool, list[s
     assert find() == (True, [])
 
 
+def test_another_cpu_and_a_changed_source_get_their_own_library(
+    find: Callable[[], tuple[bool, list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: None
+) -> None:
+    """Computers can share a home folder."""
+    compiles = (True, ["compiling the decoder for this CPU: a few seconds, once"])
+    assert find() == compiles
+    changed = tmp_path / "decoder.c"
+    changed.write_bytes(library.SOURCES[0].read_bytes() + b"\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(library, "SOURCES", [changed, library.SOURCES[1]])
+        assert find() == compiles
+    read_text = Path.read_text
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", lambda path: read_text(path).replace("flags", "flags : more", 1))
+        if Path("/proc/cpuinfo").exists():
+            assert find() == compiles
+    assert find() == (True, [])
+
+
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="only Linux has files in memory")
 def test_library_loads_from_a_folder_without_execution(
     find: Callable[[], tuple[bool, list[str]]], monkeypatch: pytest.MonkeyPatch, cached: None
@@ -288,18 +320,25 @@ def test_processes_compile_at_once_and_leave_one_library(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("instructions", ["native", *map(more, list(BUILDS)[1:])])
-def test_sanitizers_find_nothing(instructions: str, tmp_path: Path) -> None:
-    """Compares logits in a process with AddressSanitizer and UndefinedBehaviorSanitizer."""
+@pytest.mark.parametrize("flags", ["", more("-mno-avx512f"), more("-march=x86-64")])
+def test_sanitizers_find_nothing(flags: str) -> None:
+    """Runs the tests of logits, windows and rings in a process with AddressSanitizer and UndefinedBehaviorSanitizer."""
     runtime = subprocess.run(["cc", "-print-file-name=libasan.so"], capture_output=True, text=True).stdout.strip()
     if not Path(runtime).is_absolute():
         pytest.skip("the compiler has no AddressSanitizer")
-    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-O1", *BUILDS[instructions]]
-    path = library.compile(tmp_path, [*library.NATIVE, *flags])
-    code = (
-        "import sys; from pathlib import Path; from gpt.decoding import library, native\n"
-        "native.check(library.open_library(Path(sys.argv[1])))"
-    )
-    environment = {**os.environ, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run([sys.executable, "-c", code, path], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    sanitizers = f"-fsanitize=address,undefined -fno-sanitize-recover=all -O1 {flags}"
+    environment = {"DECODER_FLAGS": sanitizers, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
+    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
+    words += ["-k", "(test_logits and native) or test_windows"]
+    done = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.fixture(autouse=True)
+def separate_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Allocates each matrix and each cache separately for the sanitizer, which finds accesses past an allocation."""
+    if "-fsanitize" in os.environ.get("DECODER_FLAGS", ""):
+        monkeypatch.setattr(native._Arena, "allocate", lambda self, size: torch.zeros(size, dtype=torch.uint8))
+        monkeypatch.setattr(
+            cache, "_make_zeros", lambda shape, device, dtype: torch.zeros(shape, device=device, dtype=dtype)
+        )

@@ -1,26 +1,17 @@
-"""Weights for decoding: their dtypes, and compiled steps."""
+"""Weights for decoding: their dtypes."""
 
 import json
-import shutil
-import sys
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
-import pytest
 import torch
 from conftest import Gpt
-from models import CPU, batched, engine_of, tiny_model
+from models import tiny_model
 
 import gpt as library
 from gpt.decoding.context import Context
-from gpt.decoding.engine import Request
 from gpt.decoding.native import PackedLinear
-from gpt.decoding.token_step import compile_step, next_tokens
-from gpt.decoding.weights import prepare
 from gpt.device import Compute
 from gpt.model.decoder import GPT
-from gpt.model.quantize import quantize_model
 from gpt.sample_config import SampleConfig
 
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
@@ -66,75 +57,3 @@ def test_float32_weights_are_cast_in_each_product() -> None:
             expected = model(torch.tensor(ids)).float()
         assert torch.allclose(actual, expected, atol=1e-2)
         assert (actual - model(torch.tensor(ids))).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("positions", ["learned", "rotary"])
-def test_idle_row_with_a_full_context_does_not_affect_other_rows(positions: str) -> None:
-    model, config = tiny_model(40, positions), SampleConfig(max_tokens=20, ignore_eot=True)
-    requests = [Request([1]), Request(list(range(38)))]
-    engine = engine_of(Context(model, CPU, 2, step=partial(next_tokens, model)), requests, config)
-    generated: list[list[int]] = [[], []]
-    for event in engine.run():
-        generated[event.number] += [token.id for token in event.tokens]
-        if len(generated[1]) == 3:  # The context is full after two of the three tokens.
-            engine.cancel(1)
-    assert generated[0] == [token.id for token in batched(model, requests[:1], config, 1)[0]]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None or sys.platform == "win32", reason="torch.compile needs a C++ compiler")
-@pytest.mark.filterwarnings("ignore")
-def test_compiled_steps_match_and_compile_once() -> None:
-    model = tiny_model(64)
-    notes: list[str] = []
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters
-    counters.clear()
-    step = compile_step(model, CPU, notes.append)
-    config = SampleConfig(max_tokens=20, ignore_eot=True)
-    for prompt in ([1], list(range(9)), list(range(30))):
-        requests = [Request(prompt), Request([3, 4])]
-        generated: list[list[int]] = [[], []]
-        for event in engine_of(Context(model, CPU, 2, 64, step), requests, config).run():
-            generated[event.number] += [token.id for token in event.tokens]
-        expected = batched(model, requests, config, 2)
-        assert generated == [[token.id for token in tokens] for tokens in expected]
-    assert notes == []
-    assert counters["stats"]["unique_graphs"] == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "reason"), [("no compiler here\nand more", "no compiler here"), ("", "RuntimeError")]
-)
-def test_failed_compilation_falls_back_to_uncompiled_steps(
-    error: str, reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail_to_compile(*_: object, **__: object) -> Callable[..., torch.Tensor]:
-        def step(*_: object) -> torch.Tensor:
-            raise RuntimeError(error)
-
-        return step
-
-    monkeypatch.setattr(torch, "compile", fail_to_compile)
-    model, notes = tiny_model(40), []
-    step = compile_step(model, CPU, notes.append)
-    config = SampleConfig(max_tokens=9, ignore_eot=True)
-    events = list(engine_of(Context(model, CPU, step=step), [Request([1, 2])], config).run())
-    assert sum(len(event.tokens) for event in events) == 9
-    assert notes == [f"torch.compile failed, so steps run without it: {reason}"]
-    notes.clear()
-    assert compile_step(prepare(quantize_model(tiny_model(40), 8), CPU), CPU, notes.append) is None
-    assert len(notes) == 1
-
-
-def test_out_of_memory_is_not_a_compile_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raise_out_of_memory(*_: object) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(torch, "compile", lambda *_, **__: raise_out_of_memory)
-    notes: list[str] = []
-    model = tiny_model(40)
-    with pytest.raises(torch.OutOfMemoryError):
-        context = Context(model, CPU, step=compile_step(model, CPU, notes.append))
-        list(engine_of(context, [Request([1, 2])], SampleConfig(max_tokens=9, ignore_eot=True)).run())
-    assert notes == []

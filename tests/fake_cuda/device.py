@@ -27,6 +27,8 @@ INDEXING_OPS = {
     aten.index.Tensor, aten.index_put_.default, aten.index_put.default, aten._index_put_impl_.default,
     aten._unsafe_index.Tensor,
 }  # fmt: skip
+COPIES = {aten.copy_.default, aten._to_copy.default}
+CAPTURING = "operation not permitted when stream is capturing"
 # Operators that compute nothing
 OPS_WITHOUT_KERNEL = {"empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "_local_scalar_dense"}
 STALE_INTEGER = 99  # Value of integer buffers while their copy is pending. Float buffers contain NaN.
@@ -92,6 +94,7 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Keeping the storages prevents an unpinned tensor from reusing an address.
         self._pinned: dict[int, torch.UntypedStorage] = {}
         self._pending: list[PendingCopy] = []
+        self.recording: list[tuple[Any, ...]] | None = None  # Operators of the CUDA graph that is being captured
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -112,6 +115,32 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise torch.AcceleratorError(self.failure)
         if func is aten.is_pinned.default:
             return False
+        if self.recording is None or _is_view(func):
+            return self._run(func, args, kwargs, fake_tensors, tensors, requested_device)
+        if any(not isinstance(tensor, FakeCudaTensor) and (tensor.dim() or func in COPIES) for tensor in tensors):
+            raise RuntimeError(CAPTURING)
+        if func._schema.is_mutable:
+            out = kwargs.get("out", args[0]) if func._schema.returns else None
+        else:
+            out = self._run(func, args, kwargs, fake_tensors, tensors, requested_device)
+        self.recording.append((func, args, kwargs, out))
+        return out
+
+    def replay(self, operators: list[tuple[Any, ...]]) -> None:
+        """Runs the recorded operators with the addresses of the capture. Counts one launch."""
+        launches = self.launches.copy()
+        for func, args, kwargs, out in operators:
+            result = self.run(func, args, kwargs)
+            if not func._schema.is_mutable:
+                for old, new in zip(tree_leaves(out), tree_leaves(result), strict=True):
+                    if isinstance(old, FakeCudaTensor):
+                        old.cpu_data.copy_(new.cpu_data)
+        self.launches = launches + Counter(graph=1)
+
+    def _run(
+        self, func: Any, args: Any, kwargs: Any, fake_tensors: list[Any], tensors: list[Tensor],
+        requested_device: torch.device | None,
+    ) -> Any:  # fmt: skip
         if func is aten.copy_.default:
             return self._copy(args[0], args[1], kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
         if func is aten._to_copy.default:
@@ -189,6 +218,8 @@ class Device(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Records a wait and the line of `gpt` that caused it."""
         if self.failure:
             raise torch.AcceleratorError(self.failure)
+        if self.recording is not None:
+            raise RuntimeError(CAPTURING)
         frames = [frame for frame in traceback.extract_stack() if not frame.filename.startswith(SKIPPED_PATHS)]
         frame = next(
             (candidate for candidate in reversed(frames) if candidate.filename.startswith(GPT_FOLDER)), frames[-1]

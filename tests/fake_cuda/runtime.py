@@ -64,6 +64,11 @@ def _replacements(device: Device) -> dict[str, Any]:
         "is_current_stream_capturing": lambda: False,
         "synchronize": synchronize,
         "Event": _make_event_class(device),
+        "Stream": lambda spec=None: SimpleNamespace(index=index(spec)),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(),
+        "graph": _make_graph_context(device),
+        "graph_pool_handle": lambda: (0, 1),
         "get_device_properties": lambda spec=None: H100,
         "get_device_name": lambda spec=None: H100.name,
         "get_device_capability": lambda spec=None: (H100.major, H100.minor),
@@ -106,6 +111,19 @@ def _make_event_class(device: Device) -> type:
             device.complete(self.pending)
 
     return Event
+
+
+def _make_graph_context(device: Device) -> Callable[..., Any]:
+    @contextlib.contextmanager
+    def capture(graph: Any, **_: Any) -> Iterator[None]:
+        device.recording = operators = []
+        graph.replay = lambda: device.replay(operators)
+        try:
+            yield
+        finally:
+            device.recording = None
+
+    return capture
 
 
 def _pin_memory(device: Device) -> Callable[..., Tensor]:

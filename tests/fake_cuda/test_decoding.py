@@ -1,9 +1,7 @@
 """Decoding, evaluation and inspection on the fake CUDA device."""
 
-import functools
 import math
 import random
-import tomllib
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -20,14 +18,13 @@ from models import CPU, EOT, PROMPTS, tiny_model
 import gpt
 from gpt import SampleConfig, api, inspect
 from gpt.bench_config import BenchConfig
+from gpt.cuda_graph import GraphedFunction
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
-from gpt.decoding.token_step import next_tokens
 from gpt.device import Compute
 from gpt.errors import NotANumber, UserError
 
 Disguise = Callable[..., Any]
-COUNTS = Path(__file__).parent.with_name("counts.toml")
 REQUESTS: list[dict[str, Any]] = [
     {"greedy": True},
     {},
@@ -35,7 +32,7 @@ REQUESTS: list[dict[str, Any]] = [
     {"logprobs": 2, "echo_logprobs": True, "stop": ("e",), "bias": (" the=-2",)},
     {"beam": 3},
     {"greedy": True, "speculate": 3},
-    {"max_tokens": 40, "compile": "on"},  # 40 tokens exceed the context of 32.
+    {"max_tokens": 40},  # 40 tokens exceed the context of 32.
 ]
 
 
@@ -52,10 +49,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def sample_all(path: Path, device: str, settings: dict[str, Any]) -> list[tuple[str, float]]:
     config = SampleConfig(**{"max_tokens": 12, **settings})
-    with mock.patch.object(torch, "compile", lambda model, **options: model):
-        model = gpt.load(path, device=device, dtype="float32", sampling=config)
-        pieces = model.write_all(["the cat ", "dogs"], config, 3, num=2)
-        return [(piece.sample.text, piece.sample.logprob) for piece in pieces if piece.sample]
+    model = gpt.load(path, device=device, dtype="float32", sampling=config)
+    pieces = model.write_all(["the cat ", "dogs"], config, 3, num=2)
+    return [(piece.sample.text, piece.sample.logprob) for piece in pieces if piece.sample]
 
 
 @pytest.mark.parametrize(
@@ -91,21 +87,22 @@ def random_requests(rng: random.Random) -> Iterator[Request]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fixed_shapes", [True, more(False)])
+@pytest.mark.parametrize("eager_calls", [0, more(99)])
 def test_concurrent_requests_match_the_cpu(
-    disguise: Disguise, fixed_shapes: bool, monkeypatch: pytest.MonkeyPatch
+    disguise: Disguise, eager_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step launches before the host reads the previous step's tokens. Later requests reuse the slots of ended and
     cancelled ones."""
     monkeypatch.setattr("gpt.decoding.scheduler.MIN_SHARED_PREFIX", 1)
+    monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 8)
+    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", eager_calls)
     rng = random.Random(1)
     requests = list(random_requests(rng))
     expected = [token_ids(run_alone(request)) for request in requests]
     with disguise() as device:
         model = tiny_model(24).to("cuda")
         compute = Compute(torch.device("cuda"), torch.float32)
-        context = Context(model, compute, 4, step=functools.partial(next_tokens, model) if fixed_shapes else None)
-        engine = Engine(context, {EOT}, 8)
+        engine = Engine(Context(model, compute, 4, note=pytest.fail), {EOT}, 8)
         events: list[list[Update]] = [[] for _ in requests]
         cancelled_numbers, steps, queue = set(), 0, deque(requests)
         while queue or engine.busy:
@@ -128,8 +125,11 @@ def test_concurrent_requests_match_the_cpu(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cancelled", [False, True])
-def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: bool) -> None:
+def test_nan_logits_do_not_reach_other_requests(
+    disguise: Disguise, cancelled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A request ends while its next step, whose logits are NaN, is in flight. A later request reuses the slot."""
+    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
     expected = token_ids(
         run_alone(Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),)))
     )
@@ -140,7 +140,7 @@ def test_nan_logits_do_not_reach_other_requests(disguise: Disguise, cancelled: b
             model.lm_head.weight.copy_(model.wte.weight)
             model.wte.weight[EOT] = torch.nan
         compute = Compute(torch.device("cuda"), torch.float32)
-        engine = Engine(Context(model, compute, 2, step=functools.partial(next_tokens, model)), {EOT})
+        engine = Engine(Context(model, compute, 2), {EOT})
         ending_request = Request([5] * 9, SampleConfig(max_tokens=8), bias=((EOT, 1e9),))
         good_request = Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),))
         for request in (ending_request, good_request, good_request, good_request):
@@ -223,74 +223,78 @@ def test_device_failure_is_a_one_line_error(models: dict[str, Path], disguise: D
     assert done.err.splitlines()[-2] == "error: the device failed: CUDA error: unspecified launch failure"
 
 
-class FakeCompiler:
-    """Replaces ``torch.compile``. Counts its calls and the captured CUDA graphs. Each KV cache captures one graph."""
+class Captures:
+    """Counts captured graphs, and the caches of living contexts."""
 
-    def __init__(self) -> None:
-        self.compiled = self.captured = self.steps = 0
-        self.caches: weakref.WeakSet[Any] = weakref.WeakSet()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count, self.caches = 0, weakref.WeakSet[Any]()
+        capture = GraphedFunction.capture
 
-    def __call__(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-        self.compiled += 1
+        def count_and_capture(function: Any, *inputs: Any) -> Any:
+            self.count += 1
+            self.caches.add(function.function.func.__self__.cache)
+            return capture(function, *inputs)
 
-        def step(model: Any, cache: Any, *rest: Any) -> Any:
-            self.steps += 1
-            if cache not in self.caches:
-                self.captured += 1
-                self.caches.add(cache)
-            return function(model, cache, *rest)
-
-        return step
+        monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
+        monkeypatch.setattr(GraphedFunction, "capture", count_and_capture)
 
 
 @pytest.fixture
-def fake_compiler(monkeypatch: pytest.MonkeyPatch) -> FakeCompiler:
-    compiler = FakeCompiler()
-    monkeypatch.setattr(torch, "compile", compiler)
-    return compiler
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    return Captures(monkeypatch)
 
 
-COMPILED = SampleConfig(max_tokens=3, compile="on")
+THREE = SampleConfig(max_tokens=3, ignore_eot=True)
 
 
-def generate_compiled(model: gpt.LanguageModel, count: int = 1, prompt: str = "the cat ") -> list[str]:
-    pieces = model.write_all([prompt], COMPILED, 3, count)
+def generate(model: gpt.LanguageModel, count: int = 1, prompt: str = "the cat ") -> list[str]:
+    pieces = model.write_all([prompt], THREE, 3, count)
     return [piece.sample.text for piece in pieces if piece.sample is not None]
 
 
-def test_later_calls_reuse_the_captured_graph(
-    models: dict[str, Path], disguise: Disguise, fake_compiler: FakeCompiler
+def test_later_calls_reuse_the_captured_graphs(models: dict[str, Path], disguise: Disguise, captures: Captures) -> None:
+    with disguise() as device:
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", note=pytest.fail)
+        assert generate(model) == generate(model)
+        assert len({text for prompt in ("a", "dogs", "the mat") for text in generate(model, prompt=prompt)}) == 3
+        assert len("".join(model.write("the cat ", THREE))) > 0
+        assert device.launches["graph"] == 13  # Two per text, and the prompt "a" of one token.
+    assert captures.count == 2  # Of the first slot, and of any other one.
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("operation not permitted\nand more"), torch.OutOfMemoryError("out of memory\nand more")]
+)
+def test_failed_capture_leaves_eager_steps_and_one_note(
+    models: dict[str, Path], disguise: Disguise, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = [text for text, _ in sample_all(models["modern"], "cpu", {})]
+    notes: list[str] = []
     with disguise():
-        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
-        assert generate_compiled(model) == generate_compiled(model)
-        assert (
-            len({text for prompt in ("a", "dogs", "the mat") for text in generate_compiled(model, prompt=prompt)}) == 3
-        )
-        assert len("".join(model.write("the cat ", COMPILED))) > 0
-        counts = {"compiled": fake_compiler.compiled, "captured": fake_compiler.captured}
-        steps = fake_compiler.steps
-        "".join(model.write("the cat ", SampleConfig(max_tokens=3, compile="off")))
-        assert fake_compiler.steps == steps > 0
-    assert counts == tomllib.loads(COUNTS.read_text(encoding="utf-8"))["calls"]
+        monkeypatch.setattr(GraphedFunction, "capture", mock.Mock(side_effect=error))
+        model = gpt.load(models["modern"], device="cuda", dtype="float32", note=notes.append)
+        pieces = model.write_all(["the cat ", "dogs"], SampleConfig(max_tokens=12), 3, num=2)
+        assert [piece.sample.text for piece in pieces if piece.sample] == expected
+    reason = str(error).splitlines()[0]
+    assert notes == [f"decoding steps run without CUDA graphs, which is slower: {reason}"]
 
 
 def test_concurrent_closed_and_failed_generators_share_one_context(
-    models: dict[str, Path], disguise: Disguise, fake_compiler: FakeCompiler, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with disguise():
-        model = gpt.load(models["gpt2"], device="cuda", dtype="float32", sampling=COMPILED)
-        expected = ["".join(model.write(prompt, COMPILED)) for prompt in ("a", "b")]
-        generators = [model.write(prompt, COMPILED) for prompt in ("a", "b")]
+        model = gpt.load(models["gpt2"], device="cuda", dtype="float32")
+        expected = ["".join(model.write(prompt, THREE)) for prompt in ("a", "b")]
+        generators = [model.write(prompt, THREE) for prompt in ("a", "b")]
         assert ["".join(pieces) for pieces in zip(*zip(*generators, strict=True), strict=True)] == expected
-        closed_generator = model.write_all(["dogs"], COMPILED)
+        closed_generator = model.write_all(["dogs"], THREE)
         next(closed_generator)
         closed_generator.close()
-        assert "".join(model.write("a", COMPILED)) == expected[0]
+        assert "".join(model.write("a", THREE)) == expected[0]
         with monkeypatch.context() as patched:
             patched.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
             for _ in generators:
                 with pytest.raises(NotANumber):
-                    "".join(model.write("the cat", COMPILED))
-        assert "".join(model.write("a", COMPILED)) == expected[0]
-        assert fake_compiler.captured == 1
+                    "".join(model.write("the cat", THREE))
+        assert "".join(model.write("a", THREE)) == expected[0]
+        assert len(captures.caches) == 1

@@ -9,13 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import make_text
+from conftest import make_text, slow
+from models import loud
 
 import gpt
 from gpt import events
-from gpt.device import pick
+from gpt.config import GPTConfig
+from gpt.decoding.context import Context
+from gpt.decoding.weights import prepare
+from gpt.device import Compute, pick
 from gpt.model.decoder import GPT
 from gpt.model.memory import Setup, count_step_memory
+from gpt.model.quantize import quantize_model
 from gpt.peaks import peak_flops
 from gpt.training.optim import make_optimizer
 from gpt.training.recipe import Facts, plan
@@ -129,6 +134,38 @@ def test_cuda_graph_steps_match_uncaptured_steps(settings: dict[str, Any]) -> No
         runner.stepper.drop_graph()
         runner.results += runner.run(range(4))  # type: ignore[attr-defined]
     assert captured.results == pytest.approx(uncaptured.results, rel=tolerance)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("int8")])
+@pytest.mark.parametrize("config", [
+    GPTConfig.of("modern", 50, 16, 2, 4, 32, n_kv_head=2, window=4, window_layers=(1,)),
+    slow(GPTConfig.of("gpt2", 50, 16, 2, 2, 32)),
+])  # fmt: skip
+def test_graphs_of_all_sizes_match_packed_steps(
+    cuda: Any, config: GPTConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows in and out of order, rings that wrap around, and RoPE tables that grow."""
+    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
+    monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 4)
+    with torch.inference_mode():
+        compute = Compute(torch.device(DEVICE), torch.float32)
+        contexts = []
+        for graphed in (True, False):
+            torch.manual_seed(0)
+            model = loud(config).to(DEVICE)
+            prepare(model if dtype == "float32" else quantize_model(model, 8), compute)
+            contexts.append(Context(model, compute, 5, note=pytest.fail))
+            if not graphed:
+                contexts[-1]._token_step = None
+        for step in range(40 if config.positions == "rotary" else 16):
+            rows = [[0], [0, 1, 2, 3], [1, 3, 4], [*range(5)], [4]][step % 5]
+            results = []
+            for context in contexts:
+                slots = [context.slots[row] for row in rows]
+                ids = torch.tensor([(row + step) % 50 for row in rows]).to(DEVICE)
+                results.append(context.logits(context.forward([(slot, 1) for slot in slots], ids)).cpu())
+            torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+    assert cuda is None or cuda.launches["graph"] == step + 1
 
 
 @pytest.mark.gpu

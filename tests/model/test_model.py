@@ -17,7 +17,7 @@ from torch import Tensor
 from gpt.config import PRESETS, GPTConfig, RopeScaling
 from gpt.errors import UserError
 from gpt.model import decoder
-from gpt.model.cache import EveryRow, KVCache, Placement
+from gpt.model.cache import KVCache, OneEach, Placement
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import breakdown, counts, named_parameters
@@ -98,7 +98,7 @@ def test_cache_rows_of_different_lengths_match_a_full_forward_pass(kind: str, fi
             return model(new, Placement(cache, [(0, lengths, new.size(1))]))
         positions = torch.tensor(lengths)
         x, rope = model.embed_at(new, positions[:, None])
-        return model.unembed(model.stack(x, rope, EveryRow(cache, positions)))
+        return model.unembed(model.stack(x, rope, OneEach(cache, torch.arange(3), positions, 256, is_gathered=False)))
 
     def next_ids() -> torch.Tensor:
         return torch.stack([row[position : position + 1] for row, position in zip(idx, lengths, strict=True)])

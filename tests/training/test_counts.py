@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 
 import gpt
 from gpt import SampleConfig
-from gpt.decoding import token_step, weights
+from gpt.decoding import weights
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.device import Compute
@@ -74,7 +74,6 @@ def test_number_of_host_waits_in_training(disguise: Disguise, dtype: str, optimi
 
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {"greedy": True},
-    "compiled": {"greedy": True, "compile": "on"},
     "drawn": {},
     "filtered": {"top_k": 9, "top_p": 0.9, "min_p": 0.01},
     "penalties": {"repetition_penalty": 1.2},
@@ -87,23 +86,20 @@ def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[
     """Counts the host waits and kernel launches of one decoding step."""
     config = SampleConfig(max_tokens=6, ignore_eot=True, **settings)
     width = rows * max(1, config.beam)
-    with disguise() as device:
+    with disguise() as device, mock.patch("gpt.cuda_graph.EAGER_CALLS", 0):
         torch.manual_seed(0)
         model = GPT(gpt.GPTConfig(vocab_size=101, block_size=64, n_layer=1, n_head=2, n_embd=32)).to(CUDA).eval()
         compute = Compute(CUDA, torch.bfloat16)
         weights.prepare(model, compute)
-        # The step's code runs uncompiled.
-        step = functools.partial(token_step.next_tokens, model) if config.compile == "on" else None
-        context = Context(model, compute, width, 64, step)
+        context = Context(model, compute, width, 64)
         snapshots: list[tuple[Counter[str], Counter[str]]] = []
-        method = "next_tokens" if step else "forward"
-        original = getattr(context, method)
+        original = context.forward
 
         def record_and_call(*args: Any) -> Any:
             snapshots.append((Counter(device.wait_counts()), Counter(device.launches)))
             return original(*args)
 
-        with mock.patch.object(context, method, record_and_call):
+        with mock.patch.object(context, "forward", record_and_call):
             requests = [Request([1 + n, 2]) for n in range(rows)]
             for _ in engine_of(context, requests, config, eot=100).run():
                 pass
@@ -120,7 +116,7 @@ def test_number_of_host_waits_and_launches_per_token(disguise: Disguise) -> None
 
 @pytest.mark.slow
 def test_number_of_host_waits_and_launches_for_eight_sequences(disguise: Disguise) -> None:
-    counts = {name: count_step(disguise, 8, REQUESTS[name]) for name in ("greedy", "compiled", "drawn", "penalties")}
+    counts = {name: count_step(disguise, 8, REQUESTS[name]) for name in ("greedy", "drawn", "penalties")}
     assert counts == COUNTS["token_of_eight_texts"]
 
 
@@ -164,25 +160,5 @@ def test_number_of_graphs_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
         stepper.step(IDS, IDS, 0.01).read()
         counts["forms"] = 4
     assert counts == {"graphs": GRAPHS["graphs_in_training"]} | {
-        name: GRAPHS[name] for name in ("breaks", "recompiles")
-    }
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_number_of_graphs_in_decoding(arch: Any) -> None:
-    """One graph serves all prompts, texts past the context, and new requests."""
-    with count_graphs() as counts:
-        positions: Any = "rotary" if arch == "modern" else "learned"
-        compute = Compute(torch.device("cpu"), torch.bfloat16)
-        model = GPT(gpt.GPTConfig.of(arch, 101, 16, 2, 2, 32, positions=positions)).eval()
-        model.to(torch.bfloat16)
-        for prompts in ([[1]], [[1, 2, 3], [4]], [[5] * 20]):
-            context = Context(model, compute, 2, 16, token_step.compile_step(model, compute, pytest.fail))
-            config = SampleConfig(max_tokens=40, ignore_eot=True)
-            for _ in engine_of(context, map(Request, prompts), config, eot=100).run():
-                pass
-    assert counts == {"graphs": GRAPHS["graphs_in_decoding"]} | {
         name: GRAPHS[name] for name in ("breaks", "recompiles")
     }
