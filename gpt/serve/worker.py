@@ -4,6 +4,7 @@ import asyncio
 import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from gpt.errors import UserError, as_user_error
 from gpt.serve.metrics import ServerMetrics
 
 CHUNKS = {"cpu": 128, "mps": 128, "cuda": 2048}  # Maximum prompt ids per step, by device: a fraction of a second.
+INBOX_SECONDS = 0.05  # Running texts wait at most for this, and for one request, while new requests are added.
 T = TypeVar("T")
 
 
@@ -112,8 +114,10 @@ class Worker:
         self._send()
 
     def _process_inbox(self) -> bool:
-        """Runs the actions in the inbox. If the engine is idle, waits for an action. Returns False after `stop`."""
-        while True:
+        """Runs actions in the inbox, until the next step is due. If the engine is idle, waits for an action. Returns
+        False after `stop`."""
+        end = time.monotonic() + INBOX_SECONDS
+        while not self.engine.busy or time.monotonic() < end:
             try:
                 action = self._inbox.get(block=not self.engine.busy)
             except queue.Empty:
@@ -122,6 +126,7 @@ class Worker:
                 return False
             action()
             self._send()
+        return True
 
     def _fail(self, error: BaseException) -> None:
         """Ends every request with an error, and refuses later ones."""
