@@ -92,7 +92,7 @@ class LanguageModel:
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
         """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
-        result depends only on the arguments."""
+        result depends only on the arguments, except for rounding where steps don't run in C (docs/generate.md)."""
         config = config or self.sampling.apply(SampleConfig(), ())
         writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [0 if config.beam else index]))

@@ -1,9 +1,9 @@
 """Prompts → texts: generates many samples or beams together and streams them in order."""
 
+import itertools
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import capacity
@@ -128,11 +128,11 @@ class TextGenerator:
         batch = max(1, min(config.batch or max_rows // width, count))
         settings = (self._bias, self._stops, self.constraint, self)
         texts: dict[int, _TextBuilder] = {}
-        inbox, sorter, turns = deque[Update](), _PieceSorter(), iter(range(count))
+        inbox, sorter, turns = deque[Update](), _PieceSorter(), itertools.count()
         try:
             while True:
                 with engine.lock:
-                    if new := list(islice(wanted, batch - len(texts))):
+                    if new := list(itertools.islice(wanted, batch - len(texts))):
                         engine.reserve(batch * width, positions)
                     for number, index in new:
                         request = Request(prompts[number], config, self.seed, index, *settings)
