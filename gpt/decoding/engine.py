@@ -50,7 +50,7 @@ class Engine:
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self.scheduler = Scheduler(context, chunk)
         self.runs_ahead = context.compute.device.type == "cuda"  # Whether to launch steps before reading tokens.
-        self._next_number = 0
+        self._numbers = itertools.count()
         self._cancelled: deque[int] = deque()
         self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.
@@ -95,32 +95,23 @@ class Engine:
         """Queues a request and returns its number. Each of its updates is passed to ``deliver``. Raises `UserError` if
         the model or context cannot serve it."""
         with self.lock:
-            return self._add(request, deliver)
-
-    def _add(self, request: Request, deliver: Deliver | None) -> int:
-        if self.failure is not None:
-            raise self.failure
-        config, last = request.config, self._last
-        if last is None or not (request.ids is last.ids and request.bias is last.bias and config is last.config):
-            self._check(request)
-            filters = Filters(config, self.ends, request.bias)
-            self._last_filters = self._filters.setdefault(filters.key, filters)
-            self._last = request
-        search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
-        start = max(0, len(request.ids) - self.context.size)  # A long prompt is truncated from the left.
-        self.scheduler.add(
-            RequestState(self._next_number, request, self._last_filters, search, request.ids, start, deliver)
-        )
-        self._next_number += 1
-        return self._next_number - 1
+            if self.failure is not None:
+                raise self.failure
+            config, last = request.config, self._last
+            if last is None or not (request.ids is last.ids and request.bias is last.bias and config is last.config):
+                self._check(request)
+                filters = Filters(config, self.ends, request.bias)
+                self._last_filters = self._filters.setdefault(filters.key, filters)
+                self._last = request
+            search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
+            start = max(0, len(request.ids) - self.context.size)  # A long prompt is truncated from the left.
+            number = next(self._numbers)
+            self.scheduler.add(RequestState(number, request, self._last_filters, search, request.ids, start, deliver))
+            return number
 
     def _check(self, request: Request) -> None:
-        vocab_size, positions, slots = (
-            self.context.vocab_size,
-            self.context.cache.max_positions,
-            len(self.context.slots),
-        )
-        beam = request.config.beam
+        context, beam = self.context, request.config.beam
+        vocab_size, positions, slots = context.vocab_size, context.cache.max_positions, len(context.slots)
         if beam > slots:
             raise UserError(f"beam is {beam}, but only {slots:,} sequences fit at once", "use fewer beams")
         max_length = min(len(request.ids) + request.config.max_tokens, self.context.size)
@@ -170,9 +161,6 @@ class Engine:
                 if not state.done:
                     state.end(error=as_user_error(error))
                     state.update()
-            for slot in slots:
-                slot.length = max(0, min(slot.length, len(slot.token_ids) - slot.start))
-                del slot.token_ids[slot.computed :]
             clear = self.context.check if isinstance(error, KeyboardInterrupt | Interrupted) else self.context.clear
             try:
                 for slot in slots:
