@@ -120,10 +120,10 @@ def describe_llama(llama: Path | None, path: Path) -> str:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     assert process.stdout is not None
     lines = (line.strip() for line in process.stdout)
-    found = next((line.partition("system_info:")[2].strip() for line in lines if "system_info:" in line), "unknown")
+    found = next((line for line in lines if "system_info:" in line or "listening" in line), "")
     process.kill()
     process.wait()
-    return f"{llama.name}, {found}"
+    return f"{llama.name}, {found.partition('system_info:')[2].strip() or 'unknown'}"
 
 
 def main() -> None:
@@ -141,8 +141,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    bandwidth, rng = measure_bandwidth(Compute(torch.device("cpu"), torch.float32)), random.Random(0)
-    rows = []
+    rows, rng = [], random.Random(0)
     with tempfile.TemporaryDirectory(prefix="gpt-") as scratch:
         for dtype in args.dtypes:
             path = export(args.model, args.folder or Path(scratch), dtype)
@@ -150,6 +149,7 @@ def main() -> None:
             for part in (make_parts(args.prompt, args.new)[name] for name in args.only):
                 rates: dict[str, list[float]] = {"gpt": [], "llama.cpp": []}
                 with run_both(path, dtype, part, args.threads, args.llama) as servers:
+                    bandwidth = measure_bandwidth(Compute(torch.device("cpu"), torch.float32))
                     for at in range(args.rounds + 1):
                         for name, server in [*servers.items()][:: 1 if at % 2 else -1]:
                             rates[name].append(measure_rate(server, part, vocab_size, rng))
@@ -160,15 +160,23 @@ def main() -> None:
                 rows.append([
                     f"{dtype}, {KINDS[dtype].upper()}", part.title, *(f"{rate:,.1f}" for rate in medians),
                     f"{statistics.median(ratios):.2f}", ", ".join(f"{ratio:.2f}" for ratio in ratios),
-                    f"{path.stat().st_size * steps / bandwidth:.0%}" if steps else "",
+                    f"{path.stat().st_size * steps / bandwidth:.0%} of {bandwidth / 1e9:.1f}" if steps else "",
                 ])  # fmt: skip
                 print(*rows[-1], sep=" | ", file=sys.stderr, flush=True)
         notes = [
-            f"{args.threads} threads; a read of memory reached {bandwidth / 1e9:.1f} GB/s. The last column is the "
-            "share that one read of the file per step takes.",
+            f"{args.threads} threads. The last column is the share of memory bandwidth, measured just before, that "
+            "`gpt` reaches if a step reads the file once.",
             f"llama.cpp: {describe_llama(args.llama, path)}.",
         ]
-    columns = ["weights", "", "`gpt`, tokens/s", "llama.cpp, tokens/s", "ratio", "ratio in each round", "bandwidth"]
+    columns = [
+        "weights",
+        "",
+        "`gpt`, tokens/s",
+        "llama.cpp, tokens/s",
+        "ratio",
+        "ratio in each round",
+        "bandwidth, GB/s",
+    ]
     title = f"Decoding compared with llama.cpp: {Path(args.model).stem}, threads: {args.threads}"
     section = measured(title, "python -m benchmarks.decode", notes, [Table(columns, rows)], ["torch", "xllamacpp"])
     print(section)

@@ -37,14 +37,14 @@ class GraphedFunction(Generic[Result]):
         self.captured: tuple[Any, ...] | None = None
 
     def __call__(self, *inputs: Tensor) -> Result:
-        """Calls the function. The next call overwrites the result, and so does a graph with the same ``pool``."""
+        """Calls the function. The next call overwrites the result."""
         if inputs[0].shape != self.shape:
             self.drop()
             self.shape = inputs[0].shape
         self.count += 1
         if self.count > EAGER_CALLS and self.captured is None:
             try:
-                self.captured = self.capture(*inputs)
+                self.captured = self.capture(*(tensor.clone() for tensor in inputs))  # Replays overwrite the clones.
             except RuntimeError as error:
                 self.on_failure(first_line(error))
         if self.captured is None:

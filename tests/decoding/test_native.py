@@ -328,10 +328,10 @@ def test_sanitizers_find_nothing(flags: str) -> None:
         pytest.skip("the compiler has no AddressSanitizer")
     sanitizers = f"-fsanitize=address,undefined -fno-sanitize-recover=all -O1 {flags}"
     environment = {"DECODER_FLAGS": sanitizers, "LD_PRELOAD": runtime, "ASAN_OPTIONS": "detect_leaks=0"}
-    words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    words += ["-k", "(test_logits and native) or test_windows"]
+    words = [sys.executable, "-m", "pytest", "-qxs", "-p", "no:cacheprovider", __file__]
+    words += ["-k", "test_logits and native and (qwen3 or odd or wide) or test_windows and not 30"]
     done = subprocess.run(words, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[:3000]
 
 
 @pytest.fixture(autouse=True)
