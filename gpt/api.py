@@ -25,7 +25,8 @@ from gpt.config.train import TrainConfig
 from gpt.corpus.shards import SIDES, Side
 from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
-from gpt.decoding.context import ContextPool
+from gpt.decoding.context import Context
+from gpt.decoding.engine import Engine
 from gpt.decoding.weights import Int4Linear, dtype_name, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.insight.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
@@ -79,9 +80,12 @@ class LanguageModel:
         return read_defaults(self.path, self.note)
 
     @functools.cached_property
-    def contexts(self) -> ContextPool:
-        """The KV caches, reused across calls."""
-        return ContextPool(self.model, self.compute, self.note, self.tokenizer.vocab_size)
+    def engine(self) -> Engine:
+        """Generates the texts of all calls and threads. Its KV cache keeps earlier texts, so that later prompts that
+        begin like them are computed only from there on."""
+        # Calls reserve the positions that they need.
+        context = Context(self.model, self.compute, positions=1, vocab_size=self.tokenizer.vocab_size, note=self.note)
+        return Engine(context, self.tokenizer.ends)
 
     @functools.cached_property
     def _constraints(self) -> ConstraintCache:
@@ -91,9 +95,9 @@ class LanguageModel:
         self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
         """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
-        result depends only on the arguments."""
+        result depends only on the arguments, except for rounding where steps don't run in C (docs/generate.md)."""
         config = config or self.sampling.apply(SampleConfig(), ())
-        writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
     def write_all(
@@ -108,7 +112,7 @@ class LanguageModel:
         change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
         config.check_num(num)
-        writer = TextGenerator(self.contexts, self.tokenizer, config, seed, self._constraints.find(config))
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
         return writer.write(prompts, range(num), done)
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
@@ -226,8 +230,7 @@ def load(
     The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. A
     ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
     """
-    model_path = folder.find_checkpoint(None if path is None else str(path), note)
-    folder.name_base(model_path, base)
+    model_path = folder.with_base(folder.find_checkpoint(None if path is None else str(path), note), base)
     stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
     if sampling is not None and dtype == "auto":
         dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
@@ -349,8 +352,7 @@ def export(
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
     model_name = None if model is None else str(model)
-    path = folder.find_checkpoint(model_name, note)
-    folder.name_base(path, base)
+    path = folder.with_base(folder.find_checkpoint(model_name, note), base)
     source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):
@@ -426,7 +428,6 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
     from gpt.training import run as runs
 
     config = from_dict(TrainConfig, settings, "train")
-    folder.name_base(Path(), None)
     return runs.train([str(text) for text in texts], config, listen)
 
 
@@ -436,5 +437,4 @@ def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: 
     and ``recompute``. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
-    folder.name_base(Path(), None)
     return runs.resume(None if run is None else str(run), settings, (), listen)

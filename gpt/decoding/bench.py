@@ -43,8 +43,9 @@ def measure(
     prompt_tokens, new_tokens = config.prompt_tokens or 0, config.new_tokens or 0
     context = Context(model, compute, config.batch, prompt_tokens + new_tokens, note=note)
     prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()
+    engine = Engine(context, ends=(), chunk=config.batch * prompt_tokens)  # Prefills all prompts in one pass.
     # The first round is a warm-up.
-    rounds = [_time_round(context, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
+    rounds = [_time_round(engine, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
     first_seconds, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
     kv_bytes = _kv_bytes(model, prompt_tokens + new_tokens // 2, context.cache.keys[0].itemsize)
     traffic = weight_bytes(model, compute) + config.batch * kv_bytes
@@ -60,11 +61,10 @@ def measure(
     )
 
 
-def _time_round(context: Context, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+def _time_round(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
     """Returns the time to first token and the mean time per later step, in seconds."""
-    for slot in context.slots:  # A prefix cache hit would skip the prefill.
+    for slot in engine.context.slots:  # A prefix cache hit would skip the prefill.
         slot.forget()
-    engine = Engine(context, ends=(), chunk=sum(map(len, prompts)))  # Prefill all prompts in one pass.
     config = SampleConfig(greedy=True, max_tokens=new_tokens, ignore_eot=True)
     for ids in prompts:
         engine.add(Request(ids, config))

@@ -1,7 +1,7 @@
 """Contexts: a KV cache with a slot per sequence, and the steps that compute new positions."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,8 +16,8 @@ from gpt.model.decoder import GPT
 from gpt.model.params import WINDOW_SLACK, cache_bytes
 from gpt.system.errors import UserError
 
+MIN_POSITIONS = 256  # Minimum number of positions of a slot, unless the context is shorter.
 CACHE_SHARE = 0.25  # Maximum share of the device's memory for keys and values.
-MAX_IDLE_CONTEXTS = 4  # Maximum number of idle contexts.
 
 
 @dataclass(eq=False)
@@ -63,17 +63,35 @@ class Context:
         self.vocab_size = min(vocab_size or model.config.vocab_size, model.config.vocab_size)
         self.compute = compute
         self.size = min(model.config.block_size, size or model.config.block_size)  # Context length in tokens.
-        positions = min(self.size, positions or self.size)
-        _check_memory(model, compute, rows, positions)
-        dtype, tile = (torch.float32, TILE) if is_packed(model) else (compute.dtype, 1)
-        self.cache = KVCache(model.config, rows, compute.device, dtype, positions, tile)
-        # If None, torch computes the steps.
-        self._decoder = Decoder(model, self.cache, compute.step_threads) if is_packed(model) else None
-        self.slots = [Slot(at) for at in range(rows)]
-        # On a GPU, steps of one id per slot run as CUDA graphs.
-        self._token_step = TokenStep(model, self.cache, note) if compute.device.type == "cuda" else None
         has_compute_dtype = model.ln_f.weight.dtype == compute.dtype  # If true, autocast is unnecessary.
         self._autocast = contextlib.nullcontext if has_compute_dtype else compute.autocast
+        self.note = note
+        self.slots: list[Slot]
+        self.cache: KVCache
+        self.resize(rows, min(self.size, positions or self.size))
+
+    def round_up(self, positions: int) -> int:
+        """Returns the positions that slots should get for sequences of so many, so that few sizes exist."""
+        doublings = (max(0, positions - 1) // MIN_POSITIONS).bit_length()
+        return min(MIN_POSITIONS << doublings, self.size)
+
+    def resize(self, rows: int, positions: int, kept: Sequence[Slot] = ()) -> None:
+        """Replaces the KV cache by one with ``rows`` slots of ``positions`` positions. The first slots are those
+        ``kept``, with their contents. Raises `UserError` if the cache does not fit in memory."""
+        model, device = self.model, self.compute.device
+        _check_memory(model, self.compute, rows, positions)
+        dtype, tile = (torch.float32, TILE) if is_packed(model) else (self.compute.dtype, 1)
+        cache = KVCache(model.config, rows, device, dtype, positions, tile)
+        with torch.inference_mode():
+            for row, slot in enumerate(kept):
+                cache.copy(slot.row, row, 0, slot.written, slot.written, self.cache)
+        for row, slot in enumerate(kept):
+            slot.row = row
+        self.cache, self.slots = cache, [*kept, *(Slot(row) for row in range(len(kept), rows))]
+        # If None, torch computes the steps.
+        self._decoder = Decoder(model, cache, self.compute.step_threads) if is_packed(model) else None
+        # On a GPU, steps of one id per slot run as CUDA graphs.
+        self._token_step = TokenStep(model, cache, self.note) if device.type == "cuda" else None
 
     @torch.inference_mode()
     def forward(self, work: Sequence[tuple[Slot, int]], ids: Tensor) -> Tensor:
@@ -136,9 +154,10 @@ class Context:
         """Starts a prompt in a slot, at id number ``start``. Reuses the first ``prefix_length`` positions of
         ``source``."""
         if source is not slot:
+            slot.forget()  # An interrupted copy must not be taken for the slot's earlier sequence.
             self.cache.copy(source.row, slot.row, 0, prefix_length, source.written)
         slot.written = source.written if prefix_length else 0
-        slot.token_ids, slot.start, slot.length = prompt, start, prefix_length
+        slot.length, slot.start, slot.token_ids = prefix_length, start, prompt  # An interruption can come in between.
 
     def slide(self, slot: Slot) -> None:
         """Makes room in a full slot. With absolute positions, drops the first half; the second must be recomputed."""
@@ -154,6 +173,7 @@ class Context:
                 _common_prefix(source.token_ids, target.token_ids) - source.start, source.length, target.length
             )
         written = max(source.written, target.written)
+        target.forget()
         self.cache.copy(source.row, target.row, max(0, prefix_length), source.length, written)
         target.token_ids, target.start, target.length = [*source.token_ids], source.start, source.length
         target.written = written
@@ -175,59 +195,6 @@ class Context:
 def select(tensor: Tensor, rows: list[int]) -> Tensor:
     """Returns rows of a tensor, as a view if they are the first rows."""
     return tensor[: len(rows)] if rows == [*range(len(rows))] else tensor[upload(rows, tensor.device)]
-
-
-class ContextPool:
-    """The contexts of one model. Keeps up to `MAX_IDLE_CONTEXTS` idle contexts for reuse, within `CACHE_SHARE` of
-    memory.
-
-    CUDA graphs use fixed addresses, so they are valid only while their context exists.
-    """
-
-    def __init__(
-        self,
-        model: GPT,
-        compute: Compute,
-        note: Callable[[str], None] = lambda text: None,
-        vocab_size: int | None = None,
-    ) -> None:
-        self.model, self.compute, self.note, self.vocab_size = model, compute, note, vocab_size
-        self.idle: list[Context] = []  # Most recently used last.
-
-    @contextlib.contextmanager
-    def lease(self, rows: int, positions: int) -> Iterator[Context]:
-        """Lends an empty context with ``rows`` rows of ``positions`` positions. Drops it after an error, because it can
-        contain NaN or an unfinished step. Raises `UserError` if the KV cache does not fit in memory."""
-        context = self._pop(rows, positions)
-        context = context or Context(self.model, self.compute, rows, positions, self.vocab_size, note=self.note)
-        try:
-            yield context
-        except GeneratorExit:  # The caller stopped reading early.
-            self._put(context)
-            raise
-        self._put(context)
-
-    def _pop(self, rows: int, positions: int) -> Context | None:
-        """Returns an idle context of this shape. If there is none, frees memory for a new context and returns None."""
-        for index, context in enumerate(self.idle):
-            if (context.cache.rows, context.cache.max_positions) == (rows, positions):
-                return self.idle.pop(index)
-        self._shrink(reserved=rows * _sequence_bytes(self.model, self.compute, positions))
-        return None
-
-    def _put(self, context: Context) -> None:
-        for slot in context.slots:
-            slot.forget()
-        self.idle.append(context)
-        self._shrink()
-
-    def _shrink(self, reserved: int = 0) -> None:
-        """Frees the least recently used contexts until the others fit within the limits, next to ``reserved`` bytes."""
-        budget = CACHE_SHARE * self.compute.memory() - reserved
-        while self.idle and (
-            len(self.idle) > MAX_IDLE_CONTEXTS or sum(context.cache.nbytes for context in self.idle) > budget
-        ):
-            self.idle.pop(0)
 
 
 def capacity(model: GPT, compute: Compute, positions: int, share: float = CACHE_SHARE) -> int:

@@ -1,6 +1,9 @@
 """Requests → tokens: each step computes the next tokens of all running requests. Handles ids, not text."""
 
+import functools
 import itertools
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
@@ -13,15 +16,16 @@ from gpt.config.device import upload
 from gpt.config.sample import SampleConfig
 from gpt.decoding import sampler
 from gpt.decoding.beam import Search
-from gpt.decoding.context import Context, Slot, select
+from gpt.decoding.context import Context, Slot, capacity, select
 from gpt.decoding.logits import Filters, Token
 from gpt.decoding.sampler import Draw
 from gpt.decoding.scheduler import Scheduler
-from gpt.decoding.sequence import Request, RequestState, Update
-from gpt.system.errors import UserError
+from gpt.decoding.sequence import Deliver, Request, RequestState, Update
+from gpt.system.errors import Interrupted, UserError, as_user_error
 
 __all__ = ["Engine", "Request", "Update", "generate"]
 CHUNK = 2048  # Maximum prompt ids per step, to limit activation memory.
+MIN_SLOTS = 4  # Slots that keep earlier sequences even if only one is generated at a time.
 
 
 class Engine:
@@ -29,14 +33,25 @@ class Engine:
 
     Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). A request's tokens
     don't depend on other requests, except for rounding (docs/generate.md). An error in one request, like NaN logits,
-    ends only that request. After `step` raises an error, the engine is unusable.
+    ends only that request. If `step` raises an error, all requests end with it.
+
+    Several threads can add requests and call `step`, which delivers the updates of all requests. To add requests right
+    after `reserve`, hold the ``lock``.
     """
 
-    def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
+    def __init__(
+        self,
+        context: Context,
+        ends: Collection[int],
+        chunk: int = CHUNK,
+    ) -> None:
         self.context, self.ends = context, ends
+        self.lock = threading.RLock()
+        self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self.scheduler = Scheduler(context, chunk)
         self.runs_ahead = context.compute.device.type == "cuda"  # Whether to launch steps before reading tokens.
-        self._next_number = 0
+        self._numbers = itertools.count()
+        self._cancelled: deque[int] = deque()
         self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.
         self._last: Request | None = None  # Other samples of its prompt need no check.
@@ -52,32 +67,51 @@ class Engine:
         """The number of running requests."""
         return sum(not state.done for state in self.scheduler.running)
 
-    @property
-    def free(self) -> int:
-        """The number of slots for new requests. Negative if waiting requests need more than the free slots."""
-        return len(self.context.slots) - sum(state.request.width for state in self.scheduler.states if not state.done)
+    def reserve(self, rows: int, positions: int) -> None:
+        """Makes room for ``rows`` sequences of ``positions`` tokens. Slots keep as much of their contents as fits in
+        `CACHE_SHARE` of memory. Runs steps until all requests have ended if their slots must change. Raises `UserError`
+        if the KV cache does not fit in memory."""
+        with self.lock:
+            context, scheduler = self.context, self.scheduler
+            old_rows, old_positions = len(context.slots), context.cache.max_positions
+            if rows <= old_rows and positions <= old_positions:
+                return
+            fitting_rows = functools.partial(capacity, context.model, context.compute)
+            positions = context.round_up(positions)
+            if rows <= fitting_rows(max(positions, old_positions)):
+                positions = max(positions, old_positions)
+            rows = max(rows, min(max(old_rows, MIN_SLOTS), fitting_rows(positions)))
+            while self.busy and (rows < old_rows or positions < old_positions):
+                self.step()
+            kept = context.slots
+            if not self.busy:
+                self._read_draws()
+                scheduler.release()
+                kept = [slot for slot in scheduler.free if 0 < slot.written <= positions][-rows:]  # The newest.
+            context.resize(rows, positions, kept)
+            scheduler.free = [*context.slots[len(kept) :], *(slot for slot in scheduler.free if slot in kept)]
 
-    def add(self, request: Request) -> int:
-        """Queues a request and returns its number. Raises `UserError` if the model or context cannot serve it."""
-        config, last = request.config, self._last
-        if last is None or not (request.ids is last.ids and request.bias is last.bias and config is last.config):
-            self._check(request)
-            filters = Filters(config, self.ends, request.bias)
-            self._last_filters = self._filters.setdefault(filters.key, filters)
-            self._last = request
-        search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
-        start = max(0, len(request.ids) - self.context.size)  # A long prompt is truncated from the left.
-        self.scheduler.add(RequestState(self._next_number, request, self._last_filters, search, request.ids, start))
-        self._next_number += 1
-        return self._next_number - 1
+    def add(self, request: Request, deliver: Deliver | None = None) -> int:
+        """Queues a request and returns its number. Each of its updates is passed to ``deliver``. Raises `UserError` if
+        the model or context cannot serve it."""
+        with self.lock:
+            if self.failure is not None:
+                raise self.failure
+            config, last = request.config, self._last
+            if last is None or not (request.ids is last.ids and request.bias is last.bias and config is last.config):
+                self._check(request)
+                filters = Filters(config, self.ends, request.bias)
+                self._last_filters = self._filters.setdefault(filters.key, filters)
+                self._last = request
+            search = Search(config, self.ends, request.stops, request.constraint) if config.beam else None
+            start = max(0, len(request.ids) - self.context.size)  # A long prompt is truncated from the left.
+            number = next(self._numbers)
+            self.scheduler.add(RequestState(number, request, self._last_filters, search, request.ids, start, deliver))
+            return number
 
     def _check(self, request: Request) -> None:
-        vocab_size, positions, slots = (
-            self.context.vocab_size,
-            self.context.cache.max_positions,
-            len(self.context.slots),
-        )
-        beam = request.config.beam
+        context, beam = self.context, request.config.beam
+        vocab_size, positions, slots = context.vocab_size, context.cache.max_positions, len(context.slots)
         if beam > slots:
             raise UserError(f"beam is {beam}, but only {slots:,} sequences fit at once", "use fewer beams")
         max_length = min(len(request.ids) + request.config.max_tokens, self.context.size)
@@ -93,15 +127,15 @@ class Engine:
             )
 
     def cancel(self, *numbers: int) -> None:
-        """Ends requests without another update. Their slots are free in the next step. Ignores finished requests."""
-        self.scheduler.cancel({*numbers})
+        """Ends requests before the next step, without another update. Ignores finished requests. A generator can call
+        this while a step runs, when it is garbage-collected."""
+        self._cancelled.extend(numbers)
 
     def run(self) -> Iterator[Update]:
         """Runs steps until all requests have ended, and yields their updates."""
         while self.busy:
             yield from self.step()
 
-    @torch.inference_mode()
     def step(self) -> list[Update]:
         """Starts waiting requests if slots are free, and prefills prompts. Computes the next token of every prefilled
         request, or several tokens if guesses are correct. Returns an update for each running request.
@@ -110,6 +144,34 @@ class Engine:
         host needs the tokens sooner (see `can_run_ahead`), it reads them immediately. Slots with unread tokens aren't
         reused.
         """
+        with self.lock:
+            try:
+                return self._compute_step()
+            except BaseException as error:
+                self.abort(error)
+                raise
+
+    def abort(self, error: BaseException) -> None:
+        """Ends all requests with an error. Clears their slots, which can contain NaN, or after an interruption keeps
+        what had been computed. Sets ``failure`` if that fails, because the device is lost."""
+        with self.lock:
+            states, self._draws = self.scheduler.states, []
+            slots = self.scheduler.reset()
+            for state in states:
+                if not state.done:
+                    state.end(error=as_user_error(error))
+                    state.update()
+            clear = self.context.check if isinstance(error, KeyboardInterrupt | Interrupted) else self.context.clear
+            try:
+                for slot in slots:
+                    clear(slot)
+            except Exception:
+                self.failure = as_user_error(error)
+
+    @torch.inference_mode()
+    def _compute_step(self) -> list[Update]:
+        if self._cancelled:
+            self.scheduler.cancel({self._cancelled.popleft() for _ in range(len(self._cancelled))})
         active_states = [state for state in self.scheduler.running if not state.done]
         if len(active_states) < len(self.scheduler.running) or self.scheduler.find_victim() is not None:
             self._read_draws()

@@ -20,6 +20,7 @@ from gpt.system.errors import NotANumber
 
 EXCLUDED = float("-inf")
 _HASH_BASE = np.uint64(0x9E3779B97F4A7C15)
+Ids = Sequence[int] | npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -104,39 +105,45 @@ def keep_min_p(logits: Tensor, p: float) -> Tensor:
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), EXCLUDED)
 
 
-def penalize(logits: Tensor, ids: Iterable[int], penalty: float) -> Tensor:
+def penalize(logits: Tensor, ids: Ids, penalty: float) -> Tensor:
     """Divides positive logits (V) of ``ids`` by ``penalty`` and multiplies negative logits by it (Keskar et al. 2019).
     A penalty of 0 or 1 changes nothing."""
     if penalty in (0, 1):
         return logits
-    index = upload(np.array(sorted(set(ids)), np.int64), logits.device)
+    index = upload(_count(ids).nonzero()[0], logits.device)
     values = logits[index]
     return logits.index_copy(0, index, torch.where(values < 0, values * penalty, values / penalty))
 
 
-def penalize_counts(logits: Tensor, ids: Sequence[int], presence: float, frequency: float) -> Tensor:
+def penalize_counts(logits: Tensor, ids: Ids, presence: float, frequency: float) -> Tensor:
     """Subtracts OpenAI's penalties from logits (V): ``presence`` per distinct id, ``frequency`` per occurrence."""
-    if not ids or not (presence or frequency):
+    if not len(ids) or not (presence or frequency):
         return logits
-    unique_ids, counts = np.unique(ids, return_counts=True)
-    penalties = (presence + frequency * torch.from_numpy(counts)).to(logits.dtype)
+    counts = _count(ids)
+    [unique_ids] = counts.nonzero()
+    penalties = (presence + frequency * torch.from_numpy(counts[unique_ids])).to(logits.dtype)
     return logits.index_add(0, upload(unique_ids, logits.device), upload(penalties, logits.device), alpha=-1)
 
 
-def find_repeats(ids: Sequence[int], n: int) -> list[int]:
+def _count(ids: Ids) -> npt.NDArray[np.int64]:
+    """Returns how often each id occurs, by id. For thousands of ids, this is faster than a set or sorting."""
+    return np.bincount(np.asarray(ids, np.int64))
+
+
+def find_repeats(ids: Ids, n: int) -> list[int]:
     """Returns the next ids that would repeat an n-gram of ``ids``, or none if ``n`` is 0. Takes linear time."""
-    width = n - 1
+    width, ids = n - 1, np.asarray(ids, np.int64)
     if n <= 0 or len(ids) < n:
         return []
     # Hashes of all windows of ``width`` ids, modulo 2⁶⁴ (Karp and Rabin 1987). Each has a power of the base as factor.
     powers, sums = np.full(len(ids), _HASH_BASE).cumprod(), np.zeros(len(ids) + 1, np.uint64)
-    np.cumsum(np.array(ids, np.uint64) * powers, out=sums[1:])
+    np.cumsum(ids.astype(np.uint64) * powers, out=sums[1:])
     windows = sums[width:] - sums[: len(sums) - width]
     is_match = windows[:-1] * powers[len(windows) - 2 :: -1] == windows[-1]
     repeats, tail = set[int](), ids[len(ids) - width :]
     for start in np.flatnonzero(is_match).tolist():
-        if ids[start + width] not in repeats and ids[start : start + width] == tail:
-            repeats.add(ids[start + width])
+        if (id := int(ids[start + width])) not in repeats and np.array_equal(ids[start : start + width], tail):
+            repeats.add(id)
     return sorted(repeats)
 
 
@@ -172,7 +179,8 @@ class Filters:
             return logits
         return torch.stack([self._adjust_row(*row) for row in zip(logits, sequences, counts, strict=True)])
 
-    def _adjust_row(self, logits: Tensor, ids: Sequence[int], count: int) -> Tensor:
+    def _adjust_row(self, logits: Tensor, sequence: Sequence[int], count: int) -> Tensor:
+        ids = np.array(sequence, np.int64)  # Converted once, which takes most of the time for a long sequence.
         logits = penalize(logits, ids, self.config.repetition_penalty)
         config, generated = self.config, ids[len(ids) - count :]
         logits = penalize_counts(logits, generated, config.presence_penalty, config.frequency_penalty)

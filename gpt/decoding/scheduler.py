@@ -61,6 +61,13 @@ class Scheduler:
                 self.context.check(slot)
         self.free += state.slots
 
+    def reset(self) -> list[Slot]:
+        """Drops all requests, whatever was being changed when a step failed. Frees and returns the slots in use."""
+        self.waiting, self.running = {}, []
+        slots = [slot for slot in self.context.slots if slot not in self.free]
+        self.free += slots
+        return slots
+
     def _count_slots(self) -> Counter[object]:
         """Returns the number of slots of each group."""
         return Counter(state.request.group for state in self.running for _ in state.slots)
@@ -167,7 +174,9 @@ class Scheduler:
                     return False
         if prefix_length < MIN_SHARED_PREFIX:
             source, prefix_length = self.free[0], 0
-        first_slot = source if source in self.free else self.free[0]
+        # A slot with a longer sequence keeps it, unless the slot is due for reuse.
+        takes_over = source in self.free and 2 * prefix_length >= source.length
+        first_slot = source if takes_over else self.free[0]
         self.free.remove(first_slot)
         state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
         state.live_slots = [first_slot]

@@ -1,6 +1,6 @@
 """Engine requests, their states and their updates."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -56,6 +56,9 @@ class Update:
     cached: int = 0
 
 
+Deliver = Callable[[Update], object]
+
+
 @dataclass(eq=False)
 class RequestState:
     """A waiting or running request, and the contents of its next update."""
@@ -66,6 +69,7 @@ class RequestState:
     search: Search | None
     ids: Sequence[int]  # The ids to prefill: the prompt, and the tokens before a pause.
     start: int  # Index in ``ids`` of the first id to prefill.
+    deliver: Deliver | None = None
     constraint: Constraint | None = None  # For running samples. Beam hypotheses have separate constraints.
     slots: list[Slot] = field(default_factory=list)  # Of a running request.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
@@ -142,7 +146,7 @@ class RequestState:
         self.reason, self.error, self.done = reason, error, True
 
     def update(self) -> Update:
-        """Returns everything new since the last update."""
+        """Delivers and returns everything new since the last update."""
         tokens, self.tokens = self.tokens, []
         prompt: list[Token] | None = None
         if self.prompt and self.token_index >= 0:  # The whole prompt has been computed.
@@ -151,4 +155,7 @@ class RequestState:
         if self.search is not None and self.error is None:
             tokens = self.search.take_agreed()
             best = self.search.ended if self.done else ()
-        return Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)
+        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)
+        if self.deliver is not None:
+            self.deliver(update)
+        return update

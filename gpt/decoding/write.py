@@ -1,12 +1,13 @@
 """Prompts → texts: generates many samples or beams together and streams them in order."""
 
-from collections import defaultdict
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Constraint
-from gpt.decoding.context import ContextPool, capacity
+from gpt.decoding.context import capacity
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.logits import Token
 from gpt.decoding.stream import TextStream
@@ -14,7 +15,6 @@ from gpt.system.errors import UserError
 from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_BATCH = {"cpu": 16, "cuda": 64, "mps": 16}  # Maximum default batch size, by device.
-POSITIONS_MULTIPLE = 256  # Context sizes are rounded up to a multiple, so that later calls can reuse a context.
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Piece:
 
 
 class _TextBuilder:
-    """Builds the text of sample ``index`` of prompt ``number``."""
+    """Builds the text of sample ``index`` of prompt ``number``, which is yielded after ``turn`` other texts."""
 
-    def __init__(self, number: int, index: int, tokenizer: Tokenizer, config: SampleConfig) -> None:
-        self.number, self.index = number, index
+    def __init__(self, number: int, index: int, tokenizer: Tokenizer, config: SampleConfig, turn: int = 0) -> None:
+        self.number, self.index, self.turn = number, index, turn
         self.stream = TextStream(tokenizer, config.stop)
         self.pieces: list[str] = []
         self.tokens: list[Token] = []
@@ -80,15 +80,15 @@ class TextGenerator:
 
     def __init__(
         self,
-        contexts: ContextPool,
+        engine: Engine,
         tokenizer: Tokenizer,
         config: SampleConfig,
         seed: int,
         constraint: Constraint | None = None,
     ) -> None:
-        self.contexts, self.tokenizer, self.config, self.seed = contexts, tokenizer, config, seed
+        self.engine, self.tokenizer, self.config, self.seed = engine, tokenizer, config, seed
         self.constraint = constraint
-        self.model, self.compute = contexts.model, contexts.compute
+        self.model, self.compute = engine.context.model, engine.context.compute
         if config.beam > self.model.config.vocab_size:
             vocab_size = self.model.config.vocab_size
             raise UserError(f"beam is {config.beam}, but the model has only {vocab_size:,} tokens", "use fewer beams")
@@ -121,39 +121,40 @@ class TextGenerator:
                 yield piece
 
     def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:
-        """Yields the pieces of the texts in ``wanted``: ``count`` pairs (prompt, index). A text starts when a row is
-        free."""
+        """Yields the pieces of the texts in ``wanted``: ``count`` pairs (prompt, index)."""
+        config, engine, width = self.config, self.engine, max(1, self.config.beam)
+        positions = engine.context.round_up(max(map(len, prompts), default=1) + config.max_tokens)
+        max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
+        batch = max(1, min(config.batch or max_rows // width, count))
+        settings = (self._bias, self._stops, self.constraint, self)
         texts: dict[int, _TextBuilder] = {}
-        sorter = _PieceSorter()
-        with self.contexts.lease(*self._shape(prompts, count)) as context:
-            engine = Engine(context, self.tokenizer.ends)
+        inbox, sorter, turns = deque[Update](), _PieceSorter(), itertools.count()
+        try:
             while True:
-                while engine.free >= max(1, self.config.beam) and (pair := next(wanted, None)):
-                    number, index = pair
-                    settings = (self.config, self.seed, index, self._bias, self._stops, self.constraint)
-                    request = Request(prompts[number], *settings)
-                    texts[engine.add(request)] = _TextBuilder(number, index, self.tokenizer, self.config)
-                if not engine.busy:
+                with engine.lock:
+                    if new := list(itertools.islice(wanted, batch - len(texts))):
+                        engine.reserve(batch * width, positions)
+                    for number, index in new:
+                        request = Request(prompts[number], config, self.seed, index, *settings)
+                        text = _TextBuilder(number, index, self.tokenizer, config, next(turns))
+                        texts[engine.add(request, inbox.append)] = text
+                    if texts and not inbox:
+                        engine.step()
+                if not texts:
                     return
-                for update in engine.step():
+                while inbox:
+                    update = inbox.popleft()
+                    if update.number not in texts:  # A stop string ended it.
+                        continue
                     text = texts[update.number]
                     pieces = self._pieces(text, update, len(prompts[text.number]))
                     if ended := pieces[-1].sample is not None:
                         engine.cancel(update.number)  # The engine doesn't detect stop strings in samples.
                         del texts[update.number]
                     for piece in pieces:
-                        yield from sorter.take(update.number, piece, last=ended and piece is pieces[-1])
-
-    def _shape(self, prompts: Sequence[Sequence[int]], count: int) -> tuple[int, int]:
-        """Returns a context's numbers of rows and positions. The number of texts, the batch size and memory limit the
-        rows."""
-        config, width, block_size = self.config, max(1, self.config.beam), self.model.config.block_size
-        max_length = max(map(len, prompts), default=1) + config.max_tokens
-        positions = min(-(-max_length // POSITIONS_MULTIPLE) * POSITIONS_MULTIPLE, block_size)
-        max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
-        batch_size = config.batch or max(1, max_rows // width)
-        rows = max(1, min(batch_size, count))
-        return width * rows, positions
+                        yield from sorter.take(text.turn, piece, last=ended and piece is pieces[-1])
+        finally:
+            engine.cancel(*texts)
 
     def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
         """Returns the pieces of an update. If it is the text's last update, its pieces have samples."""

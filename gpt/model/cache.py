@@ -104,13 +104,16 @@ class KVCache:
         has_all_positions = all(columns >= min(self.max_positions, length) for columns in self.columns.values())
         return has_all_positions or count <= WINDOW_SLACK
 
-    def copy(self, source: int, target: int, start: int, stop: int, written: int) -> None:
-        """Copies positions ``start`` to ``stop`` to another row. A layer has wrapped around if more positions were
-        ``written`` to either row than the layer has columns. In that case, copies all its columns."""
-        for tensor, tile in self._tensors():
-            has_wrapped = written > tensor.size(2) * tile
+    def copy(
+        self, source: int, target: int, start: int, stop: int, written: int, origin: "KVCache | None" = None
+    ) -> None:
+        """Copies positions ``start`` to ``stop`` to another row, by default of the same cache. A layer has wrapped
+        around if more positions were ``written`` to either row than the layer has columns. In that case, copies all its
+        columns."""
+        for (tensor, tile), (stored, _) in zip(self._tensors(), (origin or self)._tensors(), strict=True):
+            has_wrapped = written > stored.size(2) * tile
             columns = slice(None) if has_wrapped else slice(start // tile, -(-stop // tile))
-            tensor[target, :, columns] = tensor[source, :, columns]
+            tensor[target, :, columns] = stored[source, :, columns]
 
     def clear(self, row: int, written: int) -> None:
         """Zeroes the ``written`` positions of a row."""

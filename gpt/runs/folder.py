@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,52 +231,58 @@ def is_adapter(path: Path) -> bool:
     return _has_file(path, ADAPTER)
 
 
-# The adapter whose base model the caller named, and that base.
-_named_base: ContextVar[tuple[Path, str] | None] = ContextVar("_named_base", default=None)
+class _Rebased(type(Path())):  # type: ignore[misc]
+    """The path of an adapter whose base model the caller named, or of an adapter in its chain of base models."""
+
+    base = ""
 
 
-def name_base(path: Path, base: str | Path | None) -> None:
-    """Overrides an adapter's base model with ``base``, named as in `find_checkpoint`, until the next call. None ends an
-    override. Raises `UserError` if ``path`` is not an adapter."""
-    _named_base.set(None)
+def _rebase(path: Path, base: str) -> Path:
+    rebased = _Rebased(path)
+    rebased.base = base
+    return rebased
+
+
+def with_base(path: Path, base: str | Path | None) -> Path:
+    """Returns an adapter's path that stands for the adapter on another ``base`` model, named as in `find_checkpoint`.
+    Derived paths are ordinary. In a chain of adapters, the last one gets the base. Raises `UserError` if ``path`` is
+    not an adapter."""
     if base is None:
-        return
+        return path
     if not is_adapter(path):
         raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
-    base_path = str(base) if hub.is_remote(str(base)) else str(find_checkpoint(str(base)).absolute())
-    with contextlib.suppress(UserError):  # Files that name no base model end the search.
-        while not hub.is_remote(next_base := base_of(path)) and is_adapter(Path(next_base)):
-            path = Path(next_base)
-    _named_base.set((path.absolute(), base_path))
+    return _rebase(path, str(base) if hub.is_remote(str(base)) else str(find_checkpoint(str(base)).absolute()))
 
 
 def base_of(path: Path) -> str:
     """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
     files name no base."""
-    named = _named_base.get()
-    if named is not None and named[0] == path.absolute():
-        return named[1]
+    named: str = getattr(path, "base", "")
     values = read_json(path / ADAPTER)
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
+        if named:
+            return named
         raise UserError(f"{path / ADAPTER} does not name the base model of its adapter", BASE_HINT)
-    if not _HUB_NAME.fullmatch(name) or Path(name).is_dir():
-        return name
-    return f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
+    is_local = not _HUB_NAME.fullmatch(name) or Path(name).is_dir()
+    if named and not (is_local and is_adapter(Path(name))):
+        return named
+    return name if is_local else f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
 
 
 def base_folder(path: Path) -> Path:
     """Returns the folder of an adapter's base model. Raises `UserError` if it is unavailable."""
-    base = base_of(path)
+    base, named = base_of(path), getattr(path, "base", "")
     if not hub.is_remote(base) and not is_checkpoint(Path(base)):
         raise UserError(f"{path} is an adapter for {base}, which does not exist", BASE_HINT)
     try:
-        return hub.fetch(base) if hub.is_remote(base) else Path(base)
+        found = hub.fetch(base) if hub.is_remote(base) else Path(base)
     except WorkError as error:
         raise WorkError(
             f"{path} is an adapter for {base}: {error.message}",
             f"name another base with --base (sample, eval, serve, export), or {error.hint}",
         ) from None
+    return _rebase(found, named) if named and base != named else found
 
 
 def lineage(path: Path) -> Iterator[Path]:

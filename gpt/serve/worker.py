@@ -1,8 +1,10 @@
 """The thread that owns the engine and runs the requests of the event loop."""
 
 import asyncio
+import functools
 import queue
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -11,9 +13,10 @@ from typing import TypeVar
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.serve.metrics import ServerMetrics
-from gpt.system.errors import UserError, WorkError, is_out_of_memory
+from gpt.system.errors import UserError, as_user_error
 
 CHUNKS = {"cpu": 128, "mps": 128, "cuda": 2048}  # Maximum prompt ids per step, by device: a fraction of a second.
+INBOX_SECONDS = 0.05  # Running texts wait at most for this, and for one request, while new requests are added.
 T = TypeVar("T")
 
 
@@ -30,14 +33,18 @@ class Worker:
     """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = 0) -> None:
-        self.ends, self.metrics, self.chunk = ends, metrics, chunk or CHUNKS[context.compute.device.type]
-        self.engine = Engine(context, ends, self.chunk)
+        self.metrics = metrics
+        self.engine = Engine(context, ends, chunk or CHUNKS[context.compute.device.type])
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
-        self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._tickets: dict[int, Ticket] = {}  # Tickets by their request's number in the engine.
+        self._outbox: list[tuple[Ticket, Update]] = []
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
+
+    @property
+    def failure(self) -> UserError | None:
+        """Why no more text can be generated, or None."""
+        return self.engine.failure
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread. Updates are delivered in ``loop``."""
@@ -55,7 +62,7 @@ class Worker:
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Cancels requests and frees their slots in the next step. Updates in flight are still delivered."""
-        self._inbox.put(lambda: self._cancel(tickets))
+        self._inbox.put(lambda: self.engine.cancel(*(ticket.number for ticket in tickets)))
 
     async def run(self, work: Callable[[Context], T]) -> T:
         """Runs ``work`` in the thread, between two steps, unless the caller is cancelled before it starts."""
@@ -67,31 +74,24 @@ class Worker:
             try:
                 future.set_result(work(self.engine.context))
             except BaseException as error:
-                future.set_exception(_as_user_error(error))
+                future.set_exception(as_user_error(error))
 
         self._inbox.put(run)
         return await asyncio.wrap_future(future)
 
     def _add(self, tickets: Sequence[Ticket]) -> None:
         for ticket in tickets:
+            deliver = functools.partial(self._collect, ticket)
             try:
-                if self.failure is not None:
-                    raise self.failure
-                ticket.number = self.engine.add(ticket.request)
-                self._tickets[ticket.number] = ticket
+                ticket.number = self.engine.add(ticket.request, deliver)
             except BaseException as error:
-                user_error = _as_user_error(error)
-                self._send([(ticket, Update(-1, error=user_error))])
-                if user_error is not error:
-                    self.failure = user_error
-        if self.failure is not None:
-            self._fail(self.failure)
+                if not isinstance(error, UserError):
+                    self._fail(error)
+                deliver(Update(-1, error=as_user_error(error)))
 
-    def _cancel(self, tickets: Sequence[Ticket]) -> None:
-        numbers = [ticket.number for ticket in tickets if self._tickets.get(ticket.number) is ticket]
-        self.engine.cancel(*numbers)
-        for number in numbers:
-            del self._tickets[number]
+    def _collect(self, ticket: Ticket, update: Update) -> None:
+        if update.tokens or update.prompt or update.reason or update.error:
+            self._outbox.append((ticket, update))
 
     def _run(self) -> None:
         while True:
@@ -100,29 +100,24 @@ class Worker:
                     return
                 self._step()
             except BaseException as error:  # An error outside `_step` leaves an unknown state.
-                self.failure = _as_user_error(error)
-                self._fail(self.failure)
+                self._fail(error)
+                self._send()
 
     def _step(self) -> None:
+        updates: list[Update] = []
         try:
             with self.metrics.step_seconds.time():
                 updates = self.engine.step()
         except BaseException as error:
-            self._fail(_as_user_error(error))
-            return
+            self.engine.abort(error)
         self.metrics.generated_tokens.inc(sum(len(update.tokens) for update in updates))
-        deliveries = []
-        for update in updates:
-            ticket = self._tickets[update.number]
-            if update.tokens or update.prompt or update.reason or update.error:
-                deliveries.append((ticket, update))
-            if update.reason or update.error:
-                del self._tickets[update.number]
-        self._send(deliveries)
+        self._send()
 
     def _process_inbox(self) -> bool:
-        """Runs the actions in the inbox. If the engine is idle, waits for an action. Returns False after `stop`."""
-        while True:
+        """Runs actions in the inbox, until the next step is due. If the engine is idle, waits for an action. Returns
+        False after `stop`."""
+        end = time.monotonic() + INBOX_SECONDS
+        while not self.engine.busy or time.monotonic() < end:
             try:
                 action = self._inbox.get(block=not self.engine.busy)
             except queue.Empty:
@@ -130,20 +125,16 @@ class Worker:
             if action is None:
                 return False
             action()
+            self._send()
+        return True
 
-    def _fail(self, error: UserError) -> None:
-        """Ends every request with an error, and clears the context, which can contain an unfinished step."""
-        self._send([(ticket, Update(number, error=error)) for number, ticket in self._tickets.items()])
-        self._tickets = {}
-        context = self.engine.context
-        self.engine = Engine(context, self.ends, self.chunk)
-        try:
-            for slot in context.slots:
-                context.clear(slot)
-        except BaseException:
-            self.failure = error
+    def _fail(self, error: BaseException) -> None:
+        """Ends every request with an error, and refuses later ones."""
+        self.engine.failure = as_user_error(error)
+        self.engine.abort(error)
 
-    def _send(self, updates: list[tuple[Ticket, Update]]) -> None:
+    def _send(self) -> None:
+        updates, self._outbox = self._outbox, []
         if updates:
             try:
                 self._loop.call_soon_threadsafe(_deliver, updates)
@@ -154,11 +145,3 @@ class Worker:
 def _deliver(updates: list[tuple[Ticket, Update]]) -> None:
     for ticket, update in updates:
         ticket.deliver(update)
-
-
-def _as_user_error(error: BaseException) -> UserError:  # A Rust panic is not an Exception.
-    if isinstance(error, UserError):
-        return error
-    if is_out_of_memory(error):
-        return WorkError("out of memory", "request fewer tokens at once")
-    return WorkError(f"internal error in gpt: {type(error).__name__}: {error}", "please report it")

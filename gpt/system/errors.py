@@ -123,6 +123,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return not isinstance(error, UserError) and any(phrase in str(error) for phrase in _OUT_OF_MEMORY)
 
 
+def as_user_error(error: BaseException) -> UserError:  # A Rust panic is not an Exception.
+    """Returns the error to report for an error in computing a text."""
+    if isinstance(error, UserError):
+        return error
+    if is_out_of_memory(error):
+        return WorkError("out of memory", "request fewer tokens at once")
+    if isinstance(error, KeyboardInterrupt | Interrupted):
+        return WorkError("the text was interrupted, because another one in the same step was", "generate it again")
+    return WorkError(f"internal error in gpt: {type(error).__name__}: {error}", "please report it")
+
+
 def is_out_of_threads(error: BaseException) -> bool:
     """Whether the system refused to start a thread, because of a limit on memory or threads."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -23,6 +23,7 @@ from gpt.chat.examples import Conversation, read_examples
 from gpt.config import events
 from gpt.config.sample import SampleConfig
 from gpt.config.text import TextConfig
+from gpt.decoding.context import Context
 from gpt.decoding.write import Sample
 from gpt.system.errors import UserError
 from gpt.tokenizers.finding import find_tokenizer
@@ -451,6 +452,23 @@ def test_chat_session_equals_the_library(gpt: Gpt, file: Path) -> None:
     model = library.load(run)
     ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
     assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
+
+
+def test_chat_reads_only_what_is_new(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = library.train(file, steps=1, **SETTINGS).run
+    counts: list[tuple[int, int]] = []
+    begin = Context.begin
+
+    def count(self: Context, slot: Any, prompt: list[int], source: Any, prefix_length: int, start: int) -> None:
+        counts.append((len(prompt), len(prompt) - prefix_length))
+        begin(self, slot, prompt, source, prefix_length, start)
+
+    monkeypatch.setattr(Context, "begin", count)
+    assert gpt("chat", "-m", run, "--choices", "yes,no", stdin=b"Spell 1, 2 and 3, and 4.\nAnd 5?\n/retry\n").code == 0
+    (first, read), (second, read_later), (_, read_again) = counts
+    assert read == first >= 16
+    assert read_later <= second - first
+    assert read_again == 1
 
 
 class Pieces:

@@ -16,8 +16,8 @@ from torch import Tensor
 from gpt.config.device import Compute
 from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
-from gpt.decoding.context import CACHE_SHARE, Context, ContextPool
-from gpt.decoding.engine import Request, generate
+from gpt.decoding.context import CACHE_SHARE, Context
+from gpt.decoding.engine import Engine, Request, generate
 from gpt.decoding.logits import Token
 from gpt.decoding.sampler import POSITIONS_AT_ONCE
 from gpt.decoding.write import MAX_BATCH, Sample, TextGenerator
@@ -171,9 +171,9 @@ def test_prompt_logprobs_match_one_forward_pass() -> None:
 
 
 def text_generator(config: SampleConfig, block_size: int = 64) -> TextGenerator:
-    return TextGenerator(
-        ContextPool(loud(GPTConfig(257, block_size, 2, 2, 16)), CPU), bytes_tokenizer(), config, seed=3
-    )
+    tokenizer = bytes_tokenizer()
+    engine = Engine(Context(loud(GPTConfig(257, block_size, 2, 2, 16)), CPU), tokenizer.ends)
+    return TextGenerator(engine, tokenizer, config, seed=3)
 
 
 def generate_samples(config: SampleConfig, prompts: list[str], num: int = 1, **options: Any) -> list[Sample]:
@@ -240,7 +240,14 @@ def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpt.decoding.context.resident_bytes", lambda *args: 0)
     size = Context(text_generator(SampleConfig()).model, CPU).cache.nbytes
+
+    def count_rows(config: SampleConfig) -> int:
+        generator = text_generator(config)
+        next(generator.write([[1, 2], [1]] * 20, range(2)))
+        return len(generator.engine.context.slots)
+
     for rows_that_fit, width, rows in (
         (3, 1, 3),
         (6, 2, 6),
@@ -250,9 +257,8 @@ def test_batch_size_fits_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         (999, 5, 15),
     ):
         monkeypatch.setattr(Compute, "memory", lambda self, n=rows_that_fit: int((n + 0.5) * size / CACHE_SHARE))
-        config = SampleConfig(max_tokens=20, beam=width if width > 1 else 0)
-        assert text_generator(config)._shape([[1, 2], [1]], 50) == (rows, 64, False)
-    assert text_generator(SampleConfig(max_tokens=20, batch=7))._shape([[1, 2]], 50)[0] == 7
+        assert count_rows(SampleConfig(max_tokens=20, beam=width if width > 1 else 0)) == rows
+    assert count_rows(SampleConfig(max_tokens=20, batch=7)) == 7
 
 
 def test_invalid_settings_are_refused() -> None:

@@ -19,10 +19,9 @@ import gpt
 from gpt import SampleConfig, api
 from gpt.config.bench import BenchConfig
 from gpt.config.device import Compute
-from gpt.decoding.context import CACHE_SHARE, MAX_IDLE_CONTEXTS, Context
+from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.insight import inspect
-from gpt.model.params import cache_bytes
 from gpt.system.cuda_graph import GraphedFunction
 from gpt.system.errors import NotANumber, UserError
 
@@ -261,7 +260,7 @@ def test_later_calls_reuse_the_captured_graphs(models: dict[str, Path], disguise
         assert len({text for prompt in ("a", "dogs", "the mat") for text in generate(model, prompt=prompt)}) == 3
         assert len("".join(model.write("the cat ", THREE))) > 0
         assert device.launches["graph"] == 13  # Two per text, and the prompt "a" of one token.
-    assert captures.count == 1
+    assert captures.count == 2  # Of the first slot, and of any other one.
 
 
 @pytest.mark.parametrize(
@@ -281,49 +280,22 @@ def test_failed_capture_leaves_eager_steps_and_one_note(
     assert notes == [f"decoding steps run without CUDA graphs, which is slower: {reason}"]
 
 
-@pytest.mark.slow
-def test_cached_contexts_are_bounded_in_number_and_memory(
+def test_concurrent_closed_and_failed_generators_share_one_context(
     models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Memory for seven rows cannot hold contexts of three, two and four rows at the same time."""
-    with disguise():
-        model = gpt.load(models["gpt2"], device="cuda", dtype="float32")
-        for count in range(1, MAX_IDLE_CONTEXTS + 3):
-            generate(model, count)
-        assert (captures.count, len(captures.caches)) == (MAX_IDLE_CONTEXTS + 2, MAX_IDLE_CONTEXTS)
-        for count in (MAX_IDLE_CONTEXTS + 2, MAX_IDLE_CONTEXTS, MAX_IDLE_CONTEXTS + 2):  # These contexts are cached.
-            generate(model, count)
-        assert captures.count == MAX_IDLE_CONTEXTS + 2
-        generate(model, 1)  # This context was evicted.
-        assert (captures.count, len(captures.caches)) == (MAX_IDLE_CONTEXTS + 3, MAX_IDLE_CONTEXTS)
-        captures.caches.clear()
-        memory = int(7.5 * cache_bytes(model.model.config, 32, 4) / CACHE_SHARE)
-        monkeypatch.setattr(Compute, "memory", lambda self: memory)
-        model = gpt.load(models["gpt2"], device="cuda", dtype="float32")
-        for count, cached_rows in ((3, [3]), (2, [3, 2]), (4, [2, 4]), (7, [7])):
-            generate(model, count)
-            assert sorted(cache.rows for cache in captures.caches) == sorted(cached_rows)
-
-
-def test_concurrent_and_closed_generators_do_not_share_a_context(
-    models: dict[str, Path], disguise: Disguise, captures: Captures, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A generator closed early returns its context for reuse. A failed generator does not."""
     with disguise():
         model = gpt.load(models["gpt2"], device="cuda", dtype="float32")
         expected = ["".join(model.write(prompt, THREE)) for prompt in ("a", "b")]
         generators = [model.write(prompt, THREE) for prompt in ("a", "b")]
         assert ["".join(pieces) for pieces in zip(*zip(*generators, strict=True), strict=True)] == expected
-        assert captures.count == 2
         closed_generator = model.write_all(["dogs"], THREE)
         next(closed_generator)
         closed_generator.close()
         assert "".join(model.write("a", THREE)) == expected[0]
-        assert captures.count == 2
         with monkeypatch.context() as patched:
             patched.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
             for _ in generators:
                 with pytest.raises(NotANumber):
                     "".join(model.write("the cat", THREE))
         assert "".join(model.write("a", THREE)) == expected[0]
-        assert captures.count == 3
+        assert len(captures.caches) == 1

@@ -431,7 +431,17 @@ def test_base_option_names_the_base_model(
     assert gpt("eval", book, "-m", adapter, "--base", base).code == 0
     assert gpt("export", "-m", adapter, "-o", tmp_path / "whole", "--base", base).code == 0
     assert load(tmp_path / "whole").generate("the", max_tokens=5, greedy=True)[0] == expected
-    assert load(adapter, base=base).generate("the", max_tokens=5, greedy=True)[0] == expected
+    rebased = load(adapter, base=base)
+    assert rebased.generate("the", max_tokens=5, greedy=True)[0] == expected
+    with pytest.raises(UserError, match="base"):  # The base is only of that model, and stays with it.
+        load(adapter)
+    assert folder.home(rebased.path) == base.absolute()
+    change(adapter / "adapter_config.json", base_model_name_or_path=str(adapter.absolute().parent / "second"))
+    shutil.copytree(adapter, tmp_path / "second")
+    change(tmp_path / "second/adapter_config.json", base_model_name_or_path=base_name)
+    chained = load(adapter, base=base)  # The base is that of the last adapter in the chain.
+    assert [path.name for path in folder.lineage(chained.path)] == [adapter.name, "second", base.name]
+    change(adapter / "adapter_config.json", base_model_name_or_path=base_name)
     for command in (["sample", "the"], ["eval", book]):  # The base was only for its call.
         assert "--base" in gpt(*command, "-m", adapter).err.splitlines()[-1]
     one_line_of_what_and_what_next(gpt("sample", "-m", base, "--base", base), "is a full model")

@@ -60,7 +60,9 @@ def server(model: LanguageModel) -> Iterator[Served]:
         yield api
 
 
-def sample(model: LanguageModel, prompt: str = PROMPT, seed: int = 0, index: int = 0, **settings: Any) -> Sample:
+def sample(
+    model: LanguageModel, prompt: str | list[int] = PROMPT, seed: int = 0, index: int = 0, **settings: Any
+) -> Sample:
     """Generates a sample like `gpt sample`, with the server's defaults."""
     config = SampleConfig(**{"temperature": 1.0, "max_tokens": 16, **settings})
     writing = model.write(prompt, config, seed, index)
@@ -158,6 +160,19 @@ def test_cached_tokens_are_counted(server: Served) -> None:
         assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": cached}
     *_, last = server.stream(prompt=[*prefix, 8, 9], max_tokens=2, stream_options={"include_usage": True})
     assert last["usage"]["prompt_tokens_details"]["cached_tokens"] in (20, 21)  # The cached prefix can include id 8.
+
+
+def test_second_turn_is_cached_beside_other_requests(server: Served, model: LanguageModel) -> None:
+    settings: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    turn = [*range(60, 77)]
+    answer = sample(model, turn, greedy=True, max_tokens=4, ignore_eot=True).tokens
+    next_turn = [*turn, *answer, 1, 2]
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(server.ask, prompt=[9] * 9, max_tokens=200)
+        for prompt, cached in ((turn, 0), ([7] * 20, 0), (next_turn, 17 + 4 - 1)):
+            usage = server.ask(prompt=prompt, **settings)["usage"]
+            assert usage["prompt_tokens_details"] == {"cached_tokens": cached}
+        assert other.result()["choices"]
 
 
 def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None:

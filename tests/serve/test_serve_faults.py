@@ -421,7 +421,7 @@ def test_error_outside_a_step_fails_health_and_all_requests(
         if where == "delivered":
             original_send = type(api.service.worker)._send
 
-            def fail_once(worker: Any, updates: Any) -> None:
+            def fail_once(worker: Any) -> None:
                 monkeypatch.setattr(type(worker), "_send", original_send)
                 fail()
 
