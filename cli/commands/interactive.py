@@ -144,7 +144,7 @@ class Interaction:
         self.finish_reason = writing.sample.finish_reason
         overflow = render.Overflow()
         overflow.add(writing.sample)
-        render.context_notes(overflow, size)
+        render.context_notes(overflow, size, "max_tokens" in self.given)
         if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
             render.note(f"the context of {size:,} tokens is full: /more drops the oldest messages, /clear all of them")
         elif self.finish_reason == "length":

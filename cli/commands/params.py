@@ -80,7 +80,7 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
             message = f"without a preset, {', '.join(missing)} are required"
             raise UserError(message, "or name a preset: gpt params --list")
         return "custom", GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **_expand_arch(overrides)})
-    from gpt.system.files import reading
+    from gpt.system.files import reading, suggest_name
 
     with reading(Path(target)):
         exists = Path(target).exists()
@@ -93,7 +93,8 @@ def _resolve_shape(target: str | None, overrides: dict[str, object]) -> tuple[st
         path = hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target)
         config = model_config.load_config(path)
     else:
-        raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
+        hint = suggest_name(target, did_you_mean(target, PRESETS))
+        raise UserError(f'there is no preset, run or checkpoint "{target}"', hint)
     changes = _expand_arch(overrides)
     if config.window_layers is not None and "n_layer" in overrides:  # Repeat or truncate the pattern of windows.
         windows, layers = config.windows, range(int(changes["n_layer"]))

@@ -97,7 +97,7 @@ def sample(
     else:
         render.stream(pieces, texts, num, not no_echo)
     if not quiet:
-        render.context_notes(overflow, loaded.model.config.block_size)
+        render.context_notes(overflow, loaded.model.config.block_size, "max_tokens" in given)
 
 
 def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:

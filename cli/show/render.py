@@ -68,8 +68,10 @@ class _StderrConsole(_SafeConsole):
 
 
 def stderr() -> _SafeConsole:
-    """Returns a console for progress, notes and errors."""
-    return _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    """Returns a console for progress, notes and errors. Breaks lines between words on a terminal, nowhere in a file."""
+    console = _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
+    console.soft_wrap = not console.is_terminal
+    return console
 
 
 def stdout() -> _SafeConsole:
@@ -123,7 +125,9 @@ def error(message: str, hint: str) -> None:
     console = stderr()
     for label, style, text in (("error: ", "bold red", message), ("hint: ", "bold", hint)):
         if text:
-            console.print(Text.assemble((label, style), " ".join(console.escape(shorten(text)).split())))
+            line = Text.assemble((label, style), " ".join(console.escape(shorten(text)).split()))
+            # A terminal breaks the line of a hint, so a command in it can be copied whole.
+            console.print(line, soft_wrap=True if label == "hint: " else None)
 
 
 def trace(error: BaseException) -> None:
@@ -141,6 +145,14 @@ def excerpt(text: str, lines: int = 5) -> str:
     """Returns the first nonblank lines of a text, indented."""
     nonblank = [line for line in text.strip().splitlines() if line.strip()][:lines]
     return "\n".join("    " + line for line in nonblank)
+
+
+def sample_text(prompt: str, text: str, lines: int = 5) -> Text:
+    """Returns the first lines of a sample, with its prompt dimmed."""
+    styled, start = Text(excerpt(text, lines), "italic"), excerpt(prompt, lines)
+    if styled.plain.startswith(start):
+        styled.stylize("dim", 0, len(start))
+    return styled
 
 
 def fact(label: str, text: str, console: Console | None = None) -> None:
@@ -174,9 +186,9 @@ def percent_of_peak(mfu: float | None) -> str:
 def result_json(result: "Result") -> dict[str, Any]:
     """Returns the object of ``gpt train --json``."""
     values = asdict(result)
-    for key in ("sample", "prompt", "mfu", "answers", "held_out_answers", "chat"):
+    for key in ("mfu", "answers", "held_out_answers", "chat"):
         del values[key]
-    rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "seconds": round(result.seconds, 2)}
+    rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "step_seconds": round(result.step_seconds, 3)}
     paths = {"run": str(result.run), "checkpoint": str(result.checkpoint)}
     return values | paths | rounded | {"verdict": result.verdict}
 
@@ -184,7 +196,8 @@ def result_json(result: "Result") -> dict[str, Any]:
 def result(result: "Result", quiet: bool = False, console: Console | None = None) -> None:
     """Prints the result of ``gpt train``; if ``quiet``, without yardsticks."""
     throughput = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
-    summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {throughput}"
+    training = f"of which {format_seconds(result.step_seconds)} training at {throughput}"
+    summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {training}"
     fact("saved", f"{result.checkpoint}  ({summary})", console)
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte, on "
@@ -197,8 +210,9 @@ def result(result: "Result", quiet: bool = False, console: Console | None = None
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
         fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}", console)
-    (console or stdout()).print(Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic")))
-    is_short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
+    sample = sample_text(result.prompt, result.sample, 12)
+    (console or stdout()).print(Text.assemble(("sample", "bold"), f" of {result.checkpoint.name}\n", sample))
+    is_short = result.answers is not None and len(result.prompt) <= 60 and result.prompt.isprintable()
     prompt = f"{shlex.quote(result.prompt)} --greedy" if is_short else '"Once upon"'
     command = "gpt chat" if result.chat else f"gpt sample {prompt}"
     fact("more", f"{command} -m {shlex.quote(str(result.run))}", console)
@@ -245,11 +259,12 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
         write(piece.text + ("\n" if piece.sample is not None else ""))
 
 
-def context_notes(overflow: Overflow, size: int) -> None:
-    """Prints notes about samples that exceeded the context of ``size`` tokens."""
+def context_notes(overflow: Overflow, size: int, chose_length: bool) -> None:
+    """Prints notes about samples that exceeded the context of ``size`` tokens. The default length can exceed it, which
+    is no news."""
     if dropped := overflow.dropped:
         note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
-    if overflow.slid:
+    if overflow.slid and chose_length:
         note(f"the text outgrew the context of {size:,} tokens: earlier tokens were dropped")
 
 

@@ -102,11 +102,12 @@ def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
             steps = {**steps, **run["evals"]}
         last = {key: steps[key][-1] if steps[key] else None for key in steps}
         loss = end.get("val_loss") or (best or {}).get("val_loss")
+        seconds = end.get("seconds", last["seconds"])
         table.add_row(
             run["name"],
             _format_number(last["step"]),
             _format_number(last["tokens"]),
-            "–" if last["seconds"] is None else format_seconds(last["seconds"]),
+            "–" if seconds is None else format_seconds(seconds),
             "–" if loss is None else f"{loss:.4f}" if loss < 1e6 else f"{loss:.4g}",
             "–" if best is None else f"{best['step']:,}",
             "–" if end.get("bits_per_byte") is None else f"{end['bits_per_byte']:.4f}",
@@ -142,7 +143,7 @@ def _print_sample(run: dict[str, Any], console: Console) -> None:
     if run["samples"]:
         last = run["samples"][-1]
         console.print(Text(f"\n{run['name']}, sample at step {last['step']:,}", "bold"))
-        console.print(Text(render.excerpt(last["text"], SAMPLE_LINES), "italic"))
+        console.print(render.sample_text(last["prompt"], last["text"], SAMPLE_LINES))
     console.print(Text(copying_line(run), "dim"))
     for rollback in run["rollbacks"]:
         line = f"rolled back to step {rollback['step']:,} from {rollback['failed_step']:,}: {rollback['why']}"

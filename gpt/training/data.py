@@ -16,6 +16,7 @@ from gpt.config.train import TrainConfig
 from gpt.corpus import repeats
 from gpt.corpus.batches import Batches
 from gpt.corpus.corpus import Corpus, Listener, TextSample
+from gpt.corpus.openings import choose_openings
 from gpt.corpus.token_folder import TokenFolder
 from gpt.corpus.tokenize import tokenize
 from gpt.corpus.vocabulary import make_tokenizer, tokenizer_for
@@ -32,6 +33,9 @@ from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEnc
 from gpt.training.recipe import Recipe, example_context, preset_name
 
 BatchSource = Batches | RowBatches
+
+# A model of fewer documents has rarely seen the start of one, so its samples begin with words of the held-out text.
+MIN_DOCUMENTS = 100
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,8 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
     if found:
         sources = [{"name": str(path), "sha256": file_sha256(path / MANIFEST)} for path in folder.paths]
+    has_few_starts = folder.documents < MIN_DOCUMENTS
+    prompt = next(iter(choose_openings(held_out or train, folder.tokenizer, 1)), "") if has_few_starts else ""
     return Dataset(
         folder.path.absolute().name,
         folder.tokenizer,
@@ -116,7 +122,8 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
         sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
-        prompt_ids=folder.tokenizer.prompt(""),
+        prompt_ids=folder.tokenizer.prompt(prompt),
+        prompt=prompt,
         measure_yardsticks=lambda: measure(folder.tokenizer, held_out, train, targets / max(1, held_out_bytes)),
     )
 

@@ -5,6 +5,7 @@ import dataclasses
 import itertools
 import json
 import math
+import random
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -471,6 +472,44 @@ def test_patience_stops_a_run_without_progress_and_saves_it(text: Path) -> None:
     assert evals[-4:] == [True, False, False, False]
     assert run_events[-1].reason == "patience"
     assert folder.checkpoints(result.run)[-1].step == result.steps
+
+
+@pytest.mark.parametrize(
+    ("known", "settings", "patience"),
+    [
+        ({"rows": 500}, {}, 5),
+        ({"rows": 500}, {"steps": 400, "eval_every": 10}, 10),  # a quarter of the run
+        ({"rows": 500}, {"steps": 400, "eval_every": 200}, 5),
+        ({"rows": 500}, {"patience": 0}, 0),
+        ({"rows": 500}, {"patience": 3}, 3),
+        ({"rows": 500, "held_out": False}, {}, 0),
+        ({}, {}, 0),
+    ],
+)
+def test_only_runs_on_examples_have_patience_by_default(known: Any, settings: Any, patience: int) -> None:
+    config = TrainConfig(pairs="rows" in known, **settings)
+    assert recipe.plan(config, facts(**known)).patience == patience
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora_rank": 4, "lr": 0.3}, {"teachers": 1}])
+def test_overfitted_fine_tunes_stop_and_use_the_best_checkpoint(run_folder: Path, workdir: Path, settings: Any) -> None:
+    """The completions are random, so nothing that is learned from some of them helps with others."""
+    rng = random.Random(0)
+    words = [{"prompt": f"{n}=", "completion": str(rng.randrange(10**6))} for n in range(60)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, words)))
+    heard: list[Any] = []
+    config = {"init": str(run_folder), "pairs": True, "steps": 120, "sample_every": 0, "eval_every": 4, "lr": 0.02}
+    result = gpt.train("pairs.jsonl", listen=heard.append, out="tuned", **{**config, **settings})
+    best = int(result.checkpoint.name.removeprefix("step-"))
+    evals = [event for event in heard if isinstance(event, events.EvalEvent)]
+    patience = json.loads(Path("tuned/run.json").read_text())["resolved"]["patience"]
+    assert result.steps == best + 4 * patience < 120
+    assert min(evals, key=lambda event: event.val_loss if event.step else 99).step == best
+    assert any(isinstance(note, events.Note) and note.text.startswith(f"overfitted after step {best}; that checkpoint is used (")
+               for note in heard)  # fmt: skip
+    sample = next(event for event in reversed(heard) if isinstance(event, events.SampleEvent))
+    assert (sample.step, sample.text, sample.prompt) == (best, result.sample, result.prompt)
+    assert "teachers" in settings or result.verdict.startswith("overfitted, and the best checkpoint is used")
 
 
 def test_reported_loss_matches_evaluate(text: Path, tmp_path: Path) -> None:
