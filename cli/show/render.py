@@ -39,7 +39,12 @@ _SYMBOLS = _ESCAPES | {code: chr(0x2400 + code) for code in range(32) if code in
 
 
 class _SafeConsole(Console):
-    """A console that shows control characters in text as symbols."""
+    """A console that shows control characters in text as symbols. It breaks lines between words, and only on a
+    terminal."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.soft_wrap = not self.is_terminal
 
     def escape(self, text: str) -> str:
         """Replaces control characters by symbols on a terminal. Leaves text unchanged in a file or pipe."""
@@ -68,16 +73,14 @@ class _StderrConsole(_SafeConsole):
 
 
 def stderr() -> _SafeConsole:
-    """Returns a console for progress, notes and errors. Breaks lines between words on a terminal, nowhere in a file."""
-    console = _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
-    console.soft_wrap = not console.is_terminal
-    return console
+    """Returns a console for progress, notes and errors."""
+    return _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def stdout() -> _SafeConsole:
     """Returns a console for results, 160 columns wide in a file or pipe."""
     width = None if sys.stdout.isatty() else 160
-    return _SafeConsole(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
+    return _SafeConsole(highlight=False, width=width, markup=False, emoji=False)
 
 
 def make_output_safe() -> None:
@@ -126,8 +129,7 @@ def error(message: str, hint: str) -> None:
     for label, style, text in (("error: ", "bold red", message), ("hint: ", "bold", hint)):
         if text:
             line = Text.assemble((label, style), " ".join(console.escape(shorten(text)).split()))
-            # A terminal breaks the line of a hint, so a command in it can be copied whole.
-            console.print(line, soft_wrap=True if label == "hint: " else None)
+            console.print(line, soft_wrap=_can_be_copied(label))
 
 
 def trace(error: BaseException) -> None:
@@ -157,7 +159,12 @@ def sample_text(prompt: str, text: str, lines: int = 5) -> Text:
 
 def fact(label: str, text: str, console: Console | None = None) -> None:
     """Prints a labelled line of a result."""
-    (console or stdout()).print(Text.assemble((f"{label:<5}  ", "bold"), text))
+    (console or stdout()).print(Text.assemble((f"{label:<5}  ", "bold"), text), soft_wrap=_can_be_copied(label))
+
+
+def _can_be_copied(label: str) -> bool | None:
+    """Whether to leave breaking a line to the terminal, so that a command in it can be copied whole."""
+    return True if label in ("hint: ", "more") else None
 
 
 def table(*columns: str, title: str = "", **settings: Any) -> Table:

@@ -108,8 +108,11 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
     if found:
         sources = [{"name": str(path), "sha256": file_sha256(path / MANIFEST)} for path in folder.paths]
-    has_few_starts = folder.documents < MIN_DOCUMENTS
-    prompt = next(iter(choose_openings(held_out or train, folder.tokenizer, 1)), "") if has_few_starts else ""
+    prompt = ""
+    if (
+        folder.documents < MIN_DOCUMENTS
+    ):  # The first opening can begin in the middle of a word, where the text was split.
+        prompt = "".join(choose_openings(held_out or train, folder.tokenizer, 2)[-1:])
     return Dataset(
         folder.path.absolute().name,
         folder.tokenizer,

@@ -319,6 +319,24 @@ def test_progress_on_stderr_does_not_affect_stdout(run_folder: Path, book: Path,
     assert b"tokens" in terminal_output
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "boook.txt"],
+        ["train", "--config", "boook.txt"],
+        ["tokenize", "boook.txt", "-o", "tokens"],
+        ["tokenizer", "show", "boook.txt"],
+        ["sample", "x", "-m", "boook.txt"],
+        ["sample", "--prompts", "boook.txt"],
+        ["report", "boook.txt"],
+        ["params", "boook.txt"],
+    ],
+)
+def test_close_names_are_offered_for_missing_files(gpt: Gpt, book: Path, args: list[str]) -> None:
+    result = gpt(*args)
+    assert (result.code, result.err.splitlines()[-1]) == (2, 'hint: did you mean "book.txt"?')
+
+
 def terminal(width: int) -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
 
@@ -429,8 +447,9 @@ def test_sample_json_keys(gpt: Gpt, run_folder: Path) -> None:
 
 
 def test_sample_beyond_the_context_prints_a_note(gpt: Gpt, run_folder: Path) -> None:
-    result = gpt("sample", "the", "-m", run_folder, "-n", "100", "--greedy", "--ignore-eot")
-    assert "outgrew the context of 32 tokens" in result.err
+    args = ["sample", "the", "-m", run_folder, "--greedy", "--ignore-eot"]
+    assert "outgrew the context of 32 tokens" in gpt(*args, "-n", "100").err
+    assert gpt(*args).err == ""  # The default length is longer than the context too.
 
 
 @pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])
