@@ -109,9 +109,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     if found:
         sources = [{"name": str(path), "sha256": file_sha256(path / MANIFEST)} for path in folder.paths]
     prompt = ""
-    if (
-        folder.documents < MIN_DOCUMENTS
-    ):  # The first opening can begin in the middle of a word, where the text was split.
+    if folder.documents < MIN_DOCUMENTS:  # The first opening can begin inside a word, where the text was split.
         prompt = "".join(choose_openings(held_out or train, folder.tokenizer, 2)[-1:])
     return Dataset(
         folder.path.absolute().name,
