@@ -22,11 +22,10 @@ LINE_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal
 def startup_spinner(quiet: bool) -> Iterator[None]:
     """Shows a spinner on a terminal while torch is imported. Disables garbage collection during the import and freezes
     the new objects: they rarely become garbage, and a full collection takes 0.1 s."""
-    console = stderr()
-    show_spinner = not quiet and console.is_terminal
     gc.disable()
     try:
-        with console.status("starting …") if show_spinner else contextlib.nullcontext():
+        with Bar("starting", "", quiet) as bar:
+            bar.reach(0, 0)
             yield
     finally:
         gc.freeze()

@@ -16,13 +16,13 @@ from gpt.config.train import TrainConfig
 from gpt.corpus import repeats
 from gpt.corpus.batches import Batches
 from gpt.corpus.corpus import Corpus, Listener, TextSample
-from gpt.corpus.openings import choose_openings
 from gpt.corpus.token_folder import TokenFolder
 from gpt.corpus.tokenize import tokenize
 from gpt.corpus.vocabulary import make_tokenizer, tokenizer_for
 from gpt.documents.documents import Chunk, utf8_size
 from gpt.documents.sources import MANIFEST, is_token_folder
 from gpt.insight.evaluate import Window, spread_windows, windows
+from gpt.insight.openings import choose_openings
 from gpt.insight.yardsticks import Yardsticks, measure
 from gpt.parallel import environment
 from gpt.system.errors import UserError

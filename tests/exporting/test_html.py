@@ -24,10 +24,10 @@ import gpt as library
 from gpt.chat import chat
 from gpt.config.export import PageDtype
 from gpt.config.model import PRESETS, GPTConfig, RopeScaling
-from gpt.corpus.openings import _openings, choose_openings
 from gpt.corpus.token_folder import TokenFolder
 from gpt.exporting import chat_pieces, html, page_tokenizer
 from gpt.exporting.source import SourceModel
+from gpt.insight.openings import _openings, choose_openings
 from gpt.model.quantize import to_tensor
 from gpt.runs import checkpoint, folder
 from gpt.system.errors import UserError

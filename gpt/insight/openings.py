@@ -2,14 +2,26 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 from gpt.corpus.shards import TokenStream
+from gpt.insight.report import find_training_tokens
+from gpt.system.errors import UserError
 from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 60
 _WORDS = 5
 _PLACES = 4  # Places to search per opening, because some have no suitable line.
 _TOKENS = 512  # Tokens to search at a place.
+
+
+def find_openings(path: Path, tokenizer: Tokenizer, count: int) -> list[str]:
+    """Returns up to ``count`` openings from places spread over the training text of the checkpoint at ``path``. Returns
+    none if the run's tokens are gone or were not kept, as with pairs and conversations."""
+    try:
+        return choose_openings(find_training_tokens(path, tokenizer).stream("train"), tokenizer, count) if count else []
+    except UserError:  # The page works without prompts.
+        return []
 
 
 def choose_openings(stream: TokenStream, tokenizer: Tokenizer, count: int) -> list[str]:
