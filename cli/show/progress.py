@@ -183,7 +183,7 @@ class TrainDisplay:
                 self.step = event.step
                 parts = self._parts(event)
                 line = "  ".join(text for _, text in parts if text)
-                self._task_bar("", "steps").show(lambda width: self._draw_step(event, width), line)
+                self._task_bar("", "steps").show(lambda width: self.draw_step(event, width), line)
             case events.EvalEvent():
                 self.held_out = f"held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
             case events.SampleEvent() if self.step == event.step < self.plan.steps:  # The result has the last one.
@@ -211,7 +211,7 @@ class TrainDisplay:
             (0, f"{format_seconds(seconds_left)} left"),
         ]
 
-    def _draw_step(self, event: events.StepEvent, width: int) -> Text:
+    def draw_step(self, event: events.StepEvent, width: int) -> Text:
         """Returns the live line: a progress bar, the parts of the step, and a sparkline of the loss."""
         fraction = event.step / max(1, self.plan.steps)
         if self.plan.seconds:
