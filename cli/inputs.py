@@ -12,6 +12,7 @@ from typing import Any, BinaryIO
 
 from gpt.config.settings import MAX_TOML_BYTES, parse_toml
 from gpt.system.errors import UserError, check_text
+from gpt.system.files import suggest_name
 
 from .show import render
 
@@ -89,7 +90,8 @@ def open_input(file: Path, what: str) -> Iterator[BinaryIO]:
                 with file.open("rb") as stream:
                     yield stream
     except OSError as error:
-        raise UserError(f"cannot read {display_name(file)}: {error.strerror or error}") from None
+        hint = "" if file.exists() else suggest_name(file)
+        raise UserError(f"cannot read {display_name(file)}: {error.strerror or error}", hint) from None
 
 
 @contextlib.contextmanager

@@ -51,8 +51,10 @@ class Recorder(progress.TrainDisplay):
         """Shows events, but at most `SNAPSHOTS` steps and no other progress."""
         if isinstance(event, events.StepEvent):
             self.losses.add(event.loss)
+            self.step = event.step
             if event.step * SNAPSHOTS >= len(self.live_lines) * self.plan.steps:
-                self.live_lines.append((time.monotonic() - self.started, len(self.line_times), self.status(event)))
+                line = self.draw_step(event, COLUMNS)
+                self.live_lines.append((time.monotonic() - self.started, len(self.line_times), line))
         elif not isinstance(event, events.Progress):
             super().__call__(event)
             self.record_lines()

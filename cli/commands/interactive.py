@@ -154,7 +154,8 @@ class Interaction:
             terminal.write("\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.finish_reason = writing.sample.finish_reason
-        render.context_notes([(writing.sample.dropped, writing.sample.slid)], size)
+        overflows = [(writing.sample.dropped, writing.sample.slid)]
+        render.context_notes(overflows, size, "max_tokens" in self.given)
         if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
             render.note(f"the context of {size:,} tokens is full: /more drops the oldest messages, /clear all of them")
         elif self.finish_reason == "length":

@@ -81,7 +81,7 @@ def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.S
             raise UserError(message, "or name a preset: gpt params --list")
         config = GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **changes})
         return views_params.Shape("custom", config, breakdown(config))
-    from gpt.system.files import reading
+    from gpt.system.files import reading, suggest_name
 
     with reading(Path(target)):
         exists = Path(target).exists()
@@ -94,7 +94,8 @@ def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.S
         path = hub.fetch(target, weights=False) if remote else folder.find_checkpoint(target)
         config = model_config.load_config(path)
     else:
-        raise UserError(f'there is no preset, run or checkpoint "{target}"', did_you_mean(target, PRESETS))
+        hint = suggest_name(target, did_you_mean(target, PRESETS))
+        raise UserError(f'there is no preset, run or checkpoint "{target}"', hint)
     if config.window_layers is not None and "n_layer" in overrides:  # Repeat or truncate the pattern of windows.
         windows, layers = config.windows, range(int(changes["n_layer"]))
         changes["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])

@@ -98,7 +98,7 @@ def sample(
     else:
         render.stream(pieces, texts, num, not no_echo)
     if not quiet:
-        render.context_notes(overflows, loaded.model.config.block_size)
+        render.context_notes(overflows, loaded.model.config.block_size, "max_tokens" in given)
 
 
 def _collect_overflows(pieces: Iterable["Piece"], overflows: set[tuple[int, bool]]) -> Iterator["Piece"]:

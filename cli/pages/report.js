@@ -1,6 +1,11 @@
 // A report on runs: overlaid curves, settings, samples and copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
-const formatMinutes = (seconds) => seconds === null || seconds === undefined ? "–" : seconds < 60 ? `${seconds.toFixed(0)} s` : `${(seconds / 60).toFixed(1)} min`;
+// Formats a duration as the terminal does: 47 s, 3 min 20 s, 2 h 05 min.
+const formatSeconds = (seconds) => {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.round(seconds), two = (number) => String(Math.floor(number)).padStart(2, "0");
+  return whole < 60 ? `${whole} s` : whole < 3600 ? `${Math.floor(whole / 60)} min ${two(whole % 60)} s` : `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
+};
 // Returns a run's steps, or its evaluations if it has no steps, as in curves of other programs.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
@@ -11,7 +16,7 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
     .map((name, i) => el("th", { class: i && i < 8 ? "number" : "" }, name)))),
   el("tbody", {}, runs.map((run, i) => {
     const end = run.end || {}, best = run.best || {}, loss = end.val_loss ?? best.val_loss, at = (key) => last(recorded(run)[key]);
-    const cells = [withCommas(at("step") ?? 0), at("tokens") === null ? "–" : withCommas(at("tokens")), formatMinutes(at("seconds")),
+    const cells = [withCommas(at("step") ?? 0), at("tokens") === null ? "–" : withCommas(at("tokens")), formatSeconds(end.seconds ?? at("seconds")),
       loss === undefined || loss === null ? "–" : loss < 1e6 ? loss.toFixed(4) : formatNumber(loss), best.step === undefined ? "–" : withCommas(best.step),
       end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
     return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),

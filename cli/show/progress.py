@@ -4,16 +4,16 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from gpt.config import events
 from gpt.config.events import format_seconds
 
-from .render import excerpt, percent_of_peak
+from .render import percent_of_peak, sample_text
 from .terminal import stderr
 
 LINE_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal.
@@ -23,11 +23,10 @@ LINE_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal
 def startup_spinner(quiet: bool) -> Iterator[None]:
     """Shows a spinner on a terminal while torch is imported. Disables garbage collection during the import and freezes
     the new objects: they rarely become garbage, and a full collection takes 0.1 s."""
-    console = stderr()
-    show_spinner = not quiet and console.is_terminal
     gc.disable()
     try:
-        with console.status("starting …") if show_spinner else contextlib.nullcontext():
+        with Bar("starting", "", quiet) as bar:
+            bar.reach(0, 0)
             yield
     finally:
         gc.freeze()
@@ -56,8 +55,9 @@ class Sparkline:
             self.bars = [(a + b) / 2 for a, b in zip(self.bars[::2], self.bars[1::2], strict=True)]
             self.values_per_bar *= 2
 
-    def __str__(self) -> str:
-        visible = self.bars[-self.WIDTH :]
+    def draw(self, width: int) -> str:
+        """Returns the last ``width`` bars."""
+        visible = self.bars[-min(width, self.WIDTH) :]
         low, high = min(visible, default=0.0), max(visible, default=0.0)
         return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in visible)
 
@@ -69,15 +69,19 @@ class Bar:
         self.verb, self.unit, self.quiet = verb, unit, quiet
         self.console = console or stderr()
         self.first_report: tuple[float, int] | None = None  # Time and progress at the first report.
-        self.last_line = time.monotonic()
+        self.start = self.last_line = time.monotonic()
+        self.draw: Callable[[int], Text] = lambda width: Text()  # Draws the live line for a width.
         self.live: Any = None
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.draw(options.max_width)
 
     def __enter__(self) -> Self:
         if not self.quiet and self.console.is_terminal:
             from rich.live import Live
 
             self.live = Live(
-                Text(""), console=self.console, refresh_per_second=8, transient=True,
+                self, console=self.console, refresh_per_second=8, transient=True,
                 redirect_stdout=False, redirect_stderr=False,
             )  # fmt: skip
             self.live.start()
@@ -88,29 +92,55 @@ class Bar:
             self.live.stop()
 
     def reach(self, done: int, total: int) -> None:
-        """Shows the units done, the total, and after a second the throughput and the time left."""
+        """Shows the units done, the total, and after a second the throughput and the time left. Without a total, shows
+        a spinner and the time that has passed."""
+        if not total:
+            self.show(self._draw_spinner, f"{self.verb} …")
+            return
         now = time.monotonic()
         self.first_report = self.first_report or (now, done)
         seconds, new = now - self.first_report[0], done - self.first_report[1]
-        line = f"{self.verb} {done:,}/{total:,} {self.unit}"
+        count, rate, left = f"{done:,}/{total:,} {self.unit}", "", ""
         if seconds >= 1 and new > 0:
-            line += f"  {new / seconds:,.0f} {self.unit}/s  {format_seconds((total - done) * seconds / new)} left"
-        self.show(draw_line(done / max(1, total), line), line)
+            rate = f"{new / seconds:,.0f} {self.unit}/s"
+            left = f"{format_seconds((total - done) * seconds / new)} left"
+        self.show(
+            lambda width: fit_line(
+                [(2, draw_bar(done / total, width)), (0, self.verb), (1, count), (3, rate), (0, left)], width
+            ),
+            "  ".join(filter(None, [f"{self.verb} {count}", rate, left])),
+        )
 
-    def show(self, live: Text, line: str) -> None:
+    def show(self, draw: Callable[[int], Text], line: str) -> None:
         """Updates the live line. Without a terminal, prints ``line`` every few seconds."""
-        if self.live is not None:
-            self.live.update(live)
-        elif not self.quiet and time.monotonic() - self.last_line >= LINE_SECONDS:
+        self.draw = draw
+        if self.live is None and not self.quiet and time.monotonic() - self.last_line >= LINE_SECONDS:
             self.last_line = time.monotonic()
             self.console.print(line)
 
+    def _draw_spinner(self, width: int) -> Text:
+        seconds = time.monotonic() - self.start
+        frame = Text("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(8 * seconds) % 10], "magenta")
+        return fit_line([(0, frame), (0, self.verb), (1, format_seconds(seconds))], width)
 
-def draw_line(fraction: float, text: str, sparkline: str = "") -> Text:
-    """Returns a live line of a progress bar, text and a sparkline."""
-    filled = round(20 * min(1.0, fraction))
-    bar = (("━" * filled, "magenta"), ("━" * (20 - filled), "bright_black"))
-    return Text.assemble(*bar, " ", text, "  ", (sparkline, "magenta"))
+
+def fit_line(parts: Sequence[tuple[int, str | Text]], width: int) -> Text:
+    """Joins the parts that fit into ``width`` columns. Each has a rank: the parts with the highest are dropped."""
+    kept: dict[int, Text] = {}
+    for at, (_, part) in sorted(enumerate(parts), key=lambda item: item[1][0]):
+        text = Text.assemble(part)
+        size = text.cell_len + (2 if kept else 0)
+        if text and size <= width:
+            kept[at] = text
+            width -= size
+    return Text("  ").join(kept[at] for at in sorted(kept))
+
+
+def draw_bar(fraction: float, width: int) -> Text:
+    """Returns the progress bar of a line of ``width`` columns."""
+    size = width // 8
+    filled = round(size * min(1.0, fraction))
+    return Text.assemble(("━" * filled, "magenta"), ("━" * (size - filled), "bright_black"))
 
 
 class TrainDisplay:
@@ -121,7 +151,7 @@ class TrainDisplay:
         self.quiet = quiet
         self.plan, self.plan_time = events.Plan(0, 0), 0.0
         self.losses = Sparkline()
-        self.held_out = ""  # The latest evaluation.
+        self.held_out, self.step = "", 0  # The latest evaluation and step.
         self.bar: Bar | None = None
 
     def __enter__(self) -> Self:
@@ -141,7 +171,7 @@ class TrainDisplay:
     def _show(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
         match event:
             case events.Note(text):
-                if not self.plan.steps:
+                if self.bar is not None and self.bar.first_report:
                     self.__exit__()  # The previous task has ended.
                 self.console.print(Text(text, "dim"))
             case events.Progress(what, done, total, unit):
@@ -151,12 +181,15 @@ class TrainDisplay:
                 self.plan, self.plan_time = event, time.monotonic()
             case events.StepEvent():
                 self.losses.add(event.loss)
-                self._task_bar("", "steps").show(self.status(event), self._describe_step(event))
+                self.step = event.step
+                parts = self._parts(event)
+                line = "  ".join(text for _, text in parts if text)
+                self._task_bar("", "steps").show(lambda width: self.draw_step(event, width), line)
             case events.EvalEvent():
-                self.held_out = f"  held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
-            case events.SampleEvent() if event.step < self.plan.steps:
-                self.console.print(Text(f"step {event.step:,}{self.held_out}", "cyan"))
-                self.console.print(Text(excerpt(event.text), "italic"))
+                self.held_out = f"held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
+            case events.SampleEvent() if self.step == event.step < self.plan.steps:  # The result has the last one.
+                self.console.print(Text(f"step {event.step:,}  {self.held_out}", "cyan"))
+                self.console.print(sample_text(event.prompt, event.text))
 
     def _task_bar(self, verb: str, unit: str) -> Bar:
         if self.bar is None or self.bar.verb != verb:
@@ -164,20 +197,25 @@ class TrainDisplay:
             self.bar = Bar(verb, unit, self.quiet, self.console).__enter__()
         return self.bar
 
-    def _describe_step(self, event: events.StepEvent) -> str:
+    def _parts(self, event: events.StepEvent) -> list[tuple[int, str]]:
+        """Returns the parts of a step's line with their ranks."""
         seconds = event.tokens / event.tokens_per_second
         seconds_left, total = (self.plan.steps - event.step) * seconds / event.step, f"/{self.plan.steps:,}"
         if self.plan.seconds:
             seconds_left, total = max(0.0, self.plan_time + self.plan.seconds - time.monotonic()), ""
-        phase = f"{self.plan.phase}  " if self.plan.phase else ""
-        return (
-            f"{phase}step {event.step:,}{total}  loss {event.loss:.3f}{self.held_out}  "
-            f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}  {format_seconds(seconds_left)} left"
-        )
+        return [
+            (3, self.plan.phase),
+            (3, f"step {event.step:,}{total}"),
+            (1, f"loss {event.loss:.3f}"),
+            (2, self.held_out),
+            (6, f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}"),
+            (0, f"{format_seconds(seconds_left)} left"),
+        ]
 
-    def status(self, event: events.StepEvent) -> Text:
-        """Returns the live line: progress, loss, throughput, time left and a sparkline of the loss."""
+    def draw_step(self, event: events.StepEvent, width: int) -> Text:
+        """Returns the live line: a progress bar, the parts of the step, and a sparkline of the loss."""
         fraction = event.step / max(1, self.plan.steps)
         if self.plan.seconds:
             fraction = (time.monotonic() - self.plan_time) / self.plan.seconds
-        return draw_line(fraction, self._describe_step(event), str(self.losses))
+        curve = Text(self.losses.draw(width // 6), "magenta")
+        return fit_line([(4, draw_bar(fraction, width)), *self._parts(event), (5, curve)], width)

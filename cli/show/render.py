@@ -45,7 +45,8 @@ def error(message: str, hint: str) -> None:
     console = terminal.stderr()
     for label, style, text in (("error: ", "bold red", message), ("hint: ", "bold", hint)):
         if text:
-            console.print(Text.assemble((label, style), " ".join(console.escape(shorten(text)).split())))
+            line = Text.assemble((label, style), " ".join(console.escape(shorten(text)).split()))
+            console.print(line, soft_wrap=_can_be_copied(label))
 
 
 def trace(error: BaseException) -> None:
@@ -71,9 +72,22 @@ def excerpt(text: str, lines: int = 5) -> str:
     return "\n".join("    " + line for line in nonblank)
 
 
+def sample_text(prompt: str, text: str, lines: int = 5) -> Text:
+    """Returns the first lines of a sample, with its prompt dimmed."""
+    styled, start = Text(excerpt(text, lines), "italic"), excerpt(prompt, lines)
+    if styled.plain.startswith(start):
+        styled.stylize("dim", 0, len(start))
+    return styled
+
+
 def fact(label: str, text: str) -> None:
     """Prints a labelled line of a result."""
-    show(Text.assemble((f"{label:<5}  ", "bold"), text))
+    terminal.stdout().print(Text.assemble((f"{label:<5}  ", "bold"), text), soft_wrap=_can_be_copied(label))
+
+
+def _can_be_copied(label: str) -> bool | None:
+    """Whether to leave breaking a line to the terminal, so that a command in it can be copied whole."""
+    return True if label in ("hint: ", "more") else None
 
 
 def table(*columns: str, title: str = "", rows: Iterable[Sequence[RenderableType]] = (), **settings: Any) -> Table:
@@ -101,7 +115,8 @@ def percent_of_peak(mfu: float | None) -> str:
 def result(result: "Result", quiet: bool = False) -> None:
     """Prints the result of ``gpt train``; if ``quiet``, without yardsticks."""
     throughput = f"{result.tokens_per_second:,.0f} tokens/s{percent_of_peak(result.mfu)}"
-    summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {throughput}"
+    training = f"of which {format_seconds(result.step_seconds)} training at {throughput}"
+    summary = f"{counted(result.steps, 'step')} in {format_seconds(result.seconds)}, {training}"
     fact("saved", f"{result.checkpoint}  ({summary})")
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte, on "
@@ -113,8 +128,9 @@ def result(result: "Result", quiet: bool = False) -> None:
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
         fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}")
-    show(Text.assemble(("sample\n", "bold"), (excerpt(result.sample, 12), "italic")))
-    is_short = 0 < len(result.prompt) <= 60 and result.prompt.isprintable()
+    sample = sample_text(result.prompt, result.sample, 12)
+    show(Text.assemble(("sample", "bold"), f" of {result.checkpoint.name}\n", sample))
+    is_short = result.answers is not None and len(result.prompt) <= 60 and result.prompt.isprintable()
     prompt = f"{shlex.quote(result.prompt)} --greedy" if is_short else '"Once upon"'
     command = "gpt chat" if result.chat else f"gpt sample {prompt}"
     fact("more", f"{command} -m {shlex.quote(str(result.run))}")
@@ -141,12 +157,13 @@ def stream(pieces: Iterable["Piece"], prompts: Sequence[str], num: int, echo: bo
         terminal.write(piece.text + ("\n" if piece.sample is not None else ""))
 
 
-def context_notes(overflows: Collection[tuple[int, bool]], size: int) -> None:
+def context_notes(overflows: Collection[tuple[int, bool]], size: int, chose_length: bool) -> None:
     """Prints notes about samples that exceeded the context of ``size`` tokens. ``overflows`` has the number of tokens
-    dropped from each prompt, and whether its text outgrew the context."""
+    dropped from each prompt, and whether its text outgrew the context. The default length can exceed it, which is no
+    news."""
     if dropped := max((dropped for dropped, _ in overflows), default=0):
         note(f"the prompt has {dropped + size:,} tokens, but the context only {size:,}: dropped the first {dropped:,}")
-    if any(outgrew for _, outgrew in overflows):
+    if chose_length and any(outgrew for _, outgrew in overflows):
         note(f"the text outgrew the context of {size:,} tokens: earlier tokens were dropped")
 
 

@@ -95,7 +95,7 @@ def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
         cells = [
             (last["step"], "{:,.0f}".format),
             (last["tokens"], "{:,.0f}".format),
-            (last["seconds"], format_seconds),
+            (end.get("seconds", last["seconds"]), format_seconds),
             (loss, ("{:.4f}" if (loss or 0) < 1e6 else "{:.4g}").format),
             (best and best["step"], "{:,}".format),
             (end.get("bits_per_byte"), "{:.4f}".format),
@@ -128,7 +128,7 @@ def _print_sample(run: dict[str, Any], console: Console) -> None:
     if run["samples"]:
         last = run["samples"][-1]
         console.print(Text(f"\n{run['name']}, sample at step {last['step']:,}", "bold"))
-        console.print(Text(render.excerpt(last["text"], SAMPLE_LINES), "italic"))
+        console.print(render.sample_text(last["prompt"], last["text"], SAMPLE_LINES))
     console.print(Text(copying_line(run), "dim"))
     for rollback in run["rollbacks"]:
         line = f"rolled back to step {rollback['step']:,} from {rollback['failed_step']:,}: {rollback['why']}"

@@ -4,7 +4,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterable
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -24,7 +24,12 @@ def write(text: str, is_json: bool = False) -> None:
 
 
 class SafeConsole(Console):
-    """A console that shows control characters in text as symbols."""
+    """A console that shows control characters in text as symbols. It breaks lines between words, and only on a
+    terminal."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.soft_wrap = not self.is_terminal
 
     def escape(self, text: str) -> str:
         """Replaces control characters by symbols on a terminal. Leaves text unchanged in a file or pipe."""
@@ -53,13 +58,13 @@ class _StderrConsole(SafeConsole):
 
 def stderr() -> SafeConsole:
     """Returns a console for progress, notes and errors."""
-    return _StderrConsole(stderr=True, highlight=False, soft_wrap=True, markup=False, emoji=False)
+    return _StderrConsole(stderr=True, highlight=False, markup=False, emoji=False)
 
 
 def stdout() -> SafeConsole:
     """Returns a console for results, 160 columns wide in a file or pipe."""
     width = None if sys.stdout.isatty() else 160
-    return SafeConsole(highlight=False, soft_wrap=True, width=width, markup=False, emoji=False)
+    return SafeConsole(highlight=False, width=width, markup=False, emoji=False)
 
 
 def redirect_to_null(stream: TextIO) -> None:

@@ -17,7 +17,8 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
     steps, evals = report.columns(max_points)
     end = None
     if history.end is not None:
-        end = {key: getattr(history.end, key) for key in ("reason", "checkpoint", "val_loss", "bits_per_byte", "step")}
+        keys = ("reason", "checkpoint", "val_loss", "bits_per_byte", "step", "seconds")
+        end = {key: getattr(history.end, key) for key in keys}
     return {
         "run": str(report.path),
         "name": report.name,
@@ -41,7 +42,7 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
 
 
 def _samples(report: Report) -> list[Tree]:
-    samples = [{"step": sample.step, "text": sample.text} for sample in report.history.samples]
+    samples = [{key: getattr(sample, key) for key in ("step", "prompt", "text")} for sample in report.history.samples]
     if report.copying is not None:
         rows = zip(samples, report.copying.samples, report.copying.texts, strict=True)
         for sample, copied, text in rows:

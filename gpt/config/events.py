@@ -45,9 +45,10 @@ class EvalEvent(Event):
 
 @dataclass(frozen=True)
 class SampleEvent(Event):
-    """A few lines sampled from the current model."""
+    """A few lines sampled from the model of ``step``, which begin with the ``prompt``."""
 
     text: str
+    prompt: str = ""
 
 
 @dataclass(frozen=True)
@@ -121,8 +122,8 @@ class Progress:
     """The progress of a long operation. Not written to the metrics."""
 
     what: str  # "fetched", "tokenized" …
-    done: int
-    total: int
+    done: int = 0
+    total: int = 0  # 0 if it is unknown
     unit: str = "bytes"
 
 

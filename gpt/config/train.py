@@ -140,7 +140,10 @@ class TrainConfig(TextConfig):
     )  # fmt: skip
     clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)
-    patience: int = _log(0, "Stop after N evaluations without improvement; 0: never", low=0)
+    patience: int | None = _log(
+        None, "Stop after N evaluations without improvement; 0: never",
+        shown="with --pairs or --chat, a quarter of the run; else 0", low=0,
+    )  # fmt: skip
     save_every: int | None = _log(
         None, "Steps between checkpoints; the best one is always saved", shown="same as --eval-every", low=1
     )

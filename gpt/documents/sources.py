@@ -24,6 +24,7 @@ from gpt.documents.download import OnBytes, ignore
 from gpt.documents.unpack import ByteStream, Copy, Source, file_source, reason, translate_errors
 from gpt.system.distribution import install, install_extra
 from gpt.system.errors import UserError, WorkError, did_you_mean
+from gpt.system.files import suggest_name
 from gpt.tokenizers.saving import RANKS, TOKENIZER_JSON
 
 DEFAULT_CORPUS = "pydocs"
@@ -125,8 +126,9 @@ class _Finder:
             return catalogue.sources(text, on_bytes)
         if "/" in text or "\\" in text or "." in text:
             hint = "give a file, a folder, - for standard input, or a corpus by name"
-            raise UserError(f"there is no file {text}", hint)
-        raise UserError(f'there is no file and no corpus called "{text}"', did_you_mean(text, catalogue.names()))
+            raise UserError(f"there is no file {text}", suggest_name(text, hint))
+        hint = suggest_name(text, did_you_mean(text, catalogue.names()))
+        raise UserError(f'there is no file and no corpus called "{text}"', hint)
 
     def _folder_sources(self, folder: str) -> list[Source]:
         if _has_tokens(folder):

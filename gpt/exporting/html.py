@@ -26,11 +26,11 @@ from gpt.corpus.token_folder import TokenFolder
 from gpt.exporting import page_tokenizer
 from gpt.exporting.card import summary
 from gpt.exporting.chat_pieces import find_pieces
-from gpt.exporting.openings import find_openings
 from gpt.exporting.page_tokenizer import HINT
 from gpt.exporting.source import SourceModel
 from gpt.exporting.transformers_folder import round_values
 from gpt.insight.copying import IDS_PER_PASS, MAX_IDS
+from gpt.insight.openings import find_openings
 from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import LEVELS, Quantized, to_tensor

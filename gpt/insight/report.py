@@ -147,7 +147,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """A sentence that compares the model with xz and says whether more training helps, as far as both are known."""
+        """A sentence that ranks the model among the yardsticks and says whether more training helps, if known."""
         end = self.history.end
         return describe(end.bits_per_byte if end else None, self.yardsticks, self.trend)
 

@@ -1,4 +1,4 @@
-"""Is a model good? Its text's bits per byte under xz and two guesses, and a sentence that compares them."""
+"""Is a model good? Its text's bits per byte under compressors and two guesses, and a sentence that compares them."""
 
 import contextlib
 import math
@@ -12,6 +12,7 @@ import numpy as np
 from gpt.config.settings import Amount, Count
 from gpt.corpus.batches import Int64s
 from gpt.corpus.shards import TokenStream
+from gpt.system.words import counted
 from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_TRAIN_BYTES, MAX_TEXT_BYTES = 2**21, 2**18  # Maximum bytes for xz: the last training bytes, the first of the text.
@@ -20,8 +21,11 @@ MAX_TRAIN_BYTES, MAX_TEXT_BYTES = 2**21, 2**18  # Maximum bytes for xz: the last
 # and the run memorizes its text. benchmarks/decisions.md has the measurements.
 MIN_FALL, MAX_GAP_GROWTH = 0.01, 0.12
 
-Trend = Literal["improving", "saturated"]
+MIN_COMPARED_BYTES = 1000  # On a shorter text, compressors measure little but how often it repeats the training text.
+
+Trend = Literal["improving", "saturated", "overfitted"]
 ADVICE = {
+    "overfitted": "overfitted, and the best checkpoint is used: more text helps, more steps don't",
     "improving": "still improving: more minutes help",
     "saturated": "saturated: more text helps, more steps don't",
 }
@@ -121,8 +125,11 @@ def _count_ppmd(data: bytes) -> int:
 
 def find_trend(training: Curve, held_out: Curve) -> Trend | None:
     """Returns the trend of a run's losses, given as (step, loss), over the last doubling of its steps. Returns None if
-    it has fewer than three evaluations there."""
+    it has fewer than three evaluations there, unless an earlier loss was clearly lower than the last."""
     last_step = max((step for step, _ in held_out), default=0)
+    losses = [loss for step, loss in held_out if step and math.isfinite(loss)]
+    if losses and is_overfitted(losses[-1], min(losses)):
+        return "overfitted"
     last_training, last_held_out = (
         [(step, loss) for step, loss in curve if last_step <= 2 * step <= 2 * last_step]
         for curve in (training, held_out)
@@ -132,6 +139,11 @@ def find_trend(training: Curve, held_out: Curve) -> Trend | None:
     fall, gap_growth = -_slope(last_held_out), _slope(last_held_out) - _slope(last_training)
     loss = last_held_out[-1][1]
     return "improving" if fall > MIN_FALL * loss and gap_growth < MAX_GAP_GROWTH * loss else "saturated"
+
+
+def is_overfitted(last_loss: float, best_loss: float) -> bool:
+    """Whether the held-out loss has risen clearly since its minimum."""
+    return last_loss > (1 + MIN_FALL) * best_loss
 
 
 def _slope(curve: Curve) -> float:
@@ -144,11 +156,20 @@ def _slope(curve: Curve) -> float:
 
 
 def describe(bits_per_byte: float | None, yardsticks: Yardsticks | None, trend: Trend | None) -> str:
-    """Returns a sentence such as "better than xz by 12%; still improving: more minutes help", as far as its parts are
-    known."""
-    parts = []
-    if bits_per_byte is not None and yardsticks is not None and yardsticks.xz:
-        gain = 1 - bits_per_byte / yardsticks.xz
-        size = f"{abs(gain):.0%}"
-        parts.append("as good as xz" if size == "0%" else f"{'better' if gain > 0 else 'worse'} than xz by {size}")
-    return "; ".join([*parts, *([ADVICE[trend]] if trend else [])])
+    """Returns a sentence such as "worse than PPMd by 7%, better than xz by 13%; still improving: more minutes help", as
+    far as its parts are known. It names the yardsticks next to the model."""
+    place = "" if bits_per_byte is None or yardsticks is None else _compare(bits_per_byte, yardsticks)
+    return "; ".join(filter(None, [place, ADVICE[trend] if trend else ""]))
+
+
+def _compare(bits: float, yardsticks: Yardsticks) -> str:
+    if yardsticks.text_bytes < MIN_COMPARED_BYTES:
+        return f"not compared with xz: the held-out text has only {counted(yardsticks.text_bytes, 'byte')}"
+    names = {"PPMd": "ppmd", "xz": "xz", "the unigram guess": "unigram", "the uniform guess": "uniform"}
+    ranking = sorted((value, name) for name, key in names.items() if (value := getattr(yardsticks, key)))
+    if equal := next((name for value, name in ranking if abs(bits / value - 1) < 0.005), None):
+        return f"as good as {equal}"
+    better, worse = [each for each in ranking if each[0] < bits][-1:], [each for each in ranking if each[0] > bits][:1]
+    parts = [f"worse than {name} by {bits / value - 1:.0%}" for value, name in better if bits <= 2 * value]
+    parts += [f"far worse than {name}" for value, name in better if bits > 2 * value]
+    return ", ".join([*parts, *(f"better than {name} by {1 - bits / value:.0%}" for value, name in worse)])

@@ -27,6 +27,7 @@ from gpt.system.files import (
     map_in_threads,
     read_json,
     reading,
+    suggest_name,
     to_json,
     write_file,
 )
@@ -331,7 +332,7 @@ def check_run(path: Path) -> None:
     """Raises `UserError` unless a path is a run folder."""
     if not is_run(path):
         missing = f"{path} is not a run: it has no {RECORD}" if path.exists() else f"there is no run {path}"
-        raise UserError(missing, known_runs())
+        raise UserError(missing, suggest_name(path, known_runs()))
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:
@@ -369,7 +370,7 @@ def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text
     if is_checkpoint(path):
         return path
     if not path.exists():
-        hint = known_runs()
+        hint = suggest_name(path, known_runs())
         if is_run(Path(RUNS, path)):
             hint = f'did you mean "{Path(RUNS, path)}"?'
         elif re.fullmatch(r"[\w.-]+/[\w.-]+", str(model)) and not path.parent.is_dir():

@@ -15,8 +15,9 @@ import tempfile
 import threading
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
 from io import BufferedReader
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -28,6 +29,7 @@ JSON_LIMIT = 64 * 2**20  # Maximum bytes of a JSON file; gpt writes no larger on
 LINE_LIMIT = 2**20  # Maximum bytes of a line.
 LINES_LIMIT = 2**30  # Maximum bytes of a JSON-lines file.
 MAX_NAME_BYTES = 255
+MAX_NAMES = 10_000  # Maximum names to compare with a missing one.
 MAX_JSON_DEPTH = 64  # Maximum nesting levels of JSON.
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCKS_UNSUPPORTED = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -261,6 +263,15 @@ def disk_errors(path: Path, intact: str = "") -> Iterator[None]:
                 free_note = f"; {free_bytes / 1e6:,.0f} MB are free there"
         message = f"cannot write {named_path}: {error.strerror or error}{free_note}"
         raise WorkError(message, f"{hint}; {intact}" if intact else hint) from None
+
+
+def suggest_name(path: str | Path, otherwise: str = "") -> str:
+    """Returns a hint for a missing path: the closest name in its folder, or else ``otherwise``."""
+    path, names = Path(path), list[str]()
+    with contextlib.suppress(OSError, ValueError):
+        names = [entry.name for entry in islice(os.scandir(path.parent), MAX_NAMES) if not entry.name.startswith(".")]
+    matches = get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return f'did you mean "{path.parent / matches[0]}"?' if matches else otherwise
 
 
 def check_new(path: Path, hint: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.system.errors import UserError, did_you_mean
-from gpt.system.files import JSON_LIMIT, read_json, read_regular, reading
+from gpt.system.files import JSON_LIMIT, read_json, read_regular, reading, suggest_name
 from gpt.system.gguf_header import is_gguf
 from gpt.tokenizers.backends import ByteBPE, LibraryTokenizer
 from gpt.tokenizers.importing import (
@@ -47,7 +47,8 @@ def _read_path(path: Path, word: str) -> Tokenizer:
     if path.exists():
         return _read_file(path)
     if "/" in word or "\\" in word or "." in word:
-        raise UserError(f"there is no tokenizer at {word}", "names: " + ", ".join(named_tokenizers()))
+        hint = suggest_name(word, "names: " + ", ".join(named_tokenizers()))
+        raise UserError(f"there is no tokenizer at {word}", hint)
     raise UserError(f'there is no tokenizer "{word}"', did_you_mean(word, ["auto", *named_tokenizers()]))
 
 

@@ -120,9 +120,10 @@ class Result:
     val_loss: float | None  # nats per token
     val_tokens: int = field(default=0, kw_only=True)  # held-out tokens in ``val_loss``
     bits_per_byte: float | None
-    tokens_per_second: float  # in training steps only
+    tokens_per_second: float  # ``tokens_seen`` divided by ``step_seconds``
     mfu: float | None  # model FLOPs utilization; None if the peak is unknown
-    seconds: float  # total time of all commands
+    step_seconds: float  # time in training steps
+    seconds: float  # from the start of the command to the end of the run, of all commands
     parameters: int
     device: str
     dtype: str
@@ -136,7 +137,7 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """A sentence that compares the model with xz and says whether more training helps, as far as both are known."""
+        """A sentence that ranks the model among the yardsticks and says whether more training helps, if known."""
         return describe(self.bits_per_byte, self.yardsticks, self.trend)
 
     def record(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gpt.corpus.vocabulary import make_tokenizer, tokenizer_for
 from gpt.documents.documents import Chunk, utf8_size
 from gpt.documents.sources import MANIFEST, is_token_folder
 from gpt.insight.evaluate import Window, spread_windows, windows
+from gpt.insight.openings import choose_openings
 from gpt.insight.yardsticks import Yardsticks, measure
 from gpt.parallel import environment
 from gpt.system.errors import UserError
@@ -32,6 +33,9 @@ from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEnc
 from gpt.training.recipe import Recipe, example_context, preset_name
 
 BatchSource = Batches | RowBatches
+
+# A model of fewer documents has rarely seen the start of one, so its samples begin with words of the held-out text.
+MIN_DOCUMENTS = 100
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,9 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     sources = [{key: getattr(source, key) for key in keys} for source in folder.sources()]
     if found:
         sources = [{"name": str(path), "sha256": file_sha256(path / MANIFEST)} for path in folder.paths]
+    prompt = ""
+    if folder.documents < MIN_DOCUMENTS:  # The first opening can begin inside a word, where the text was split.
+        prompt = "".join(choose_openings(held_out or train, folder.tokenizer, 2)[-1:])
     return Dataset(
         folder.path.absolute().name,
         folder.tokenizer,
@@ -116,7 +123,8 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
         sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
-        prompt_ids=folder.tokenizer.prompt(""),
+        prompt_ids=folder.tokenizer.prompt(prompt),
+        prompt=prompt,
         measure_yardsticks=lambda: measure(folder.tokenizer, held_out, train, targets / max(1, held_out_bytes)),
     )
 

@@ -72,7 +72,8 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
         val_tokens=int(count),
         bits_per_byte=bits,
         **speed.rates(tokens, state.step_seconds),
-        seconds=time.perf_counter() - run.start_time,
+        step_seconds=state.step_seconds,
+        seconds=0.0,  # until `Journal.end`
         parameters=breakdown(recipe.model).trainable,
         device=run.compute.device.type,
         dtype=run.compute.dtype_name,
@@ -159,7 +160,7 @@ def _generate_sample(run: RunContext, strategy: Strategy, model: GPT, compute: C
     training = model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
-    sample_config = dataclasses.replace(SAMPLE, greedy=True) if prompt else SAMPLE
+    sample_config = dataclasses.replace(SAMPLE, greedy=run.data.rows > 0)
     try:
         context = Context(model, compute, vocab_size=tokenizer.vocab_size)
         stream = generate(context, run.data.prompt_ids, sample_config, tokenizer.ends, seed)

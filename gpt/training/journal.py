@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from gpt.config import events
+from gpt.config.events import format_seconds
+from gpt.insight.yardsticks import is_overfitted
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.runs import folder
@@ -14,11 +16,10 @@ from gpt.system.files import disk_errors
 from gpt.system.words import counted
 from gpt.training.context import Result, RunContext, now, versions
 from gpt.training.logs import Logs, Metrics, Speed
-from gpt.training.recipe import Recipe
+from gpt.training.recipe import Recipe, estimate_seconds
 from gpt.training.state import TrainState
 
-# Examples are memorized if the loss is below this, in nats per token, for this many consecutive steps.
-MEMORIZED_LOSS, MEMORIZED_STEPS = 0.01, 10
+FEW_BYTES = 10_000  # A model of a shorter text writes hardly a word.
 
 
 class Journal:
@@ -29,11 +30,12 @@ class Journal:
         self.record: RunRecord | None = None
         self.metrics: Metrics | None = None
         self.logs: Logs | None = None
-        self.memorized_steps = 0  # consecutive steps with a loss below `MEMORIZED_LOSS`
 
     def start_cycle(self, recipe: Recipe, model: GPT) -> None:
-        """Reports steps of this ``model`` from now on."""
+        """Reports steps of this ``model`` from now on. Describes the run first, before its steps are compiled."""
         self.recipe, self.speed = recipe, Speed.of(model, recipe, self.run.compute, self.run.world.size)
+        if self.record is None:
+            self.describe(sum(p.numel() for p in model.parameters() if p.requires_grad))
 
     def open(self, resolved: dict[str, Any]) -> None:
         """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
@@ -59,11 +61,15 @@ class Journal:
         if self.metrics is None or self.logs is None:
             return
         step = self.state.step if step is None else step
-        seconds = round(time.perf_counter() - self.run.start_time, 3)
-        event = kind(step=step, tokens=self.state.tokens(self.recipe, step), seconds=seconds, **values)
+        values = {"seconds": self.elapsed(), **values}
+        event = kind(step=step, tokens=self.state.tokens(self.recipe, step), **values)
         self.metrics.write(events.to_json(event))
         self.logs(event)
         self.run.session.listen(event)
+
+    def elapsed(self) -> float:
+        """The seconds of all commands so far."""
+        return round(time.perf_counter() - self.run.start_time, 3)
 
     def close(self) -> None:
         """Closes metrics and logs."""
@@ -77,6 +83,11 @@ class Journal:
         step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
         steps = "about " * recipe.is_timed + counted(recipe.steps, "step")
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
+        duration = ""
+        if recipe.budget:
+            duration = f" ({format_seconds(recipe.budget.total)} in all)"
+        elif not step and (seconds := estimate_seconds(recipe, run.compute.device.type, run.compute.dtype_name)) > 30:
+            duration = f" (about {format_seconds(seconds)} on two cores)"
         sharding = ["weights, gradients and optimizer state are sharded"] if recipe.is_sharded else []
         self.note(
             f"model {run.record.init.model if run.record.init else recipe.preset}: "
@@ -87,45 +98,43 @@ class Journal:
         if recipe.lora_rank:
             self.note(f"adapters on the linear layers of the blocks: training {adapters:,} parameters")
         self.note(
-            f"{steps} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text, "
+            f"{steps} of {counted(recipe.batch_tokens, 'token')}, {epochs:.1f} times the text{duration}, "
             f"on {processes}{run.compute.describe()}; run {run.path}" + (f"; from step {step:,}" if step else "")
         )
+        if not run.init and not run.data.rows and run.data.bytes < FEW_BYTES:
+            size = counted(run.data.bytes, "byte")
+            self.note(f"the text has only {size}: expect letters and broken words; for sentences, give a megabyte")
         if sharding:
             self.note("; ".join(sharding))
 
     def step(self, step: int, lr: float, loss: float, norm: float) -> None:
-        """Reports a step. Notes once if the examples are memorized long before the run ends."""
+        """Reports a step."""
         speed = self.speed.rates(self.state.tokens(self.recipe, step), self.state.step_seconds)
         self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed)
-        if not self.run.data.rows or self.memorized_steps == MEMORIZED_STEPS:
-            return
-        self.memorized_steps = self.memorized_steps + 1 if loss < MEMORIZED_LOSS else 0
-        if self.memorized_steps == MEMORIZED_STEPS and self.state.step < 0.9 * self.run.recipe.steps:
-            self.note(
-                f"the loss has been below {MEMORIZED_LOSS} nats per token for {MEMORIZED_STEPS} steps: the model has "
-                "memorized the examples, and more training adds little. To stop sooner: fewer --epochs or --steps, or "
-                "--patience"
-            )
 
     def report_save(self, step: int) -> None:
         """Reports a checkpoint that is complete on disk."""
         self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
 
-    def end(self, result: Result, reason: str) -> None:
-        """Reports and records the result of the run."""
-        best, held_out = result.checkpoint.name, result.held_out_answers
-        self.emit(events.SampleEvent, text=result.sample)
+    def end(self, result: Result, reason: str) -> Result:
+        """Reports and records the result of the run. Returns it with its duration."""
+        best, held_out, state = int(result.checkpoint.name.partition("-")[2]), result.held_out_answers, self.state
+        self.emit(events.SampleEvent, best, text=result.sample, prompt=result.prompt)
         if result.answers is not None:
             counts = {f"held_out_{key}": count for key, count in vars(held_out).items()} if held_out else {}
             self.emit(events.AnswersEvent, **vars(result.answers), **counts)
-            if best != folder.step_name(self.state.step):
-                self.note(
-                    f"the loss on the held-out pairs was lowest at {best}, which is kept as the best; the last step's "
-                    f"weights: -m {self.run.path}:latest"
-                )
-        loss, bits = result.val_loss, result.bits_per_byte
-        self.emit(events.EndEvent, reason=reason, checkpoint=best, val_loss=loss, bits_per_byte=bits)
+        if best != state.step:
+            is_worse = is_overfitted(state.measured_loss or 0.0, state.best_loss or 0.0)
+            what = "overfitted after" if is_worse else "the held-out loss was lowest at"
+            latest = f"-m {self.run.path}:latest has the last step's weights"
+            self.note(f"{what} step {best:,}; that checkpoint is used ({latest})")
+        result = replace(result, seconds=self.elapsed())
+        loss, bits, path = result.val_loss, result.bits_per_byte, result.checkpoint.name
+        self.emit(
+            events.EndEvent, reason=reason, checkpoint=path, val_loss=loss, bits_per_byte=bits, seconds=result.seconds
+        )
         self.write(ended=reason, result=result.record())
+        return result
 
     def report_early_end(self, reason: str) -> None:
         """Reports that the run ended early."""

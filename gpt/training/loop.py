@@ -58,7 +58,7 @@ class Trainer:
     """The training loop: steps, evaluation, checkpoints, rollback."""
 
     def __init__(self, run: RunContext) -> None:
-        """Prepares the next step of ``run``, writes ``run.json`` and announces the plan."""
+        """Announces the plan, prepares the next step of ``run`` and writes ``run.json``."""
         self.run, self.run_recipe = run, run.recipe
         self.session, self.world, self.data = run.session, run.world, run.data
         self.state = replace(run.saved.state) if run.saved else TrainState()
@@ -71,7 +71,6 @@ class Trainer:
         if self.world.is_main:
             check_disk_space(run.path, self.checkpointer.size)
             self.journal.open(asdict(self.run_recipe))
-        self.journal.describe(sum(p.numel() for p in self.model.parameters() if p.requires_grad))
         self.start_clock()
 
     def open_cycle(self, path: Path | None = None) -> None:
@@ -256,7 +255,7 @@ class Trainer:
             text = self.stepper.run_eagerly(
                 lambda: sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
             )
-            self.journal.emit(events.SampleEvent, text=text)
+            self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt)
         state.settled_step = state.step
         if is_last:
             self.checkpointer.save(self.run_recipe, lambda: self.session.stop.signum is not None)
@@ -322,6 +321,7 @@ class Trainer:
     def compile(self) -> None:
         """Compiles the step. If that fails, the run continues uncompiled."""
         start = time.perf_counter()
+        self.session.listen(events.Progress("compiling the step"))
         error = self.stepper.compile()
         if error is None:
             self.session.note(f"compiled in {time.perf_counter() - start:.0f} s")
@@ -347,6 +347,7 @@ class Trainer:
             self.update_recipe(steps=self.state.step)
             self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
             self.session.listen(events.Plan(self.state.step, self.recipe.batch_tokens))
+        self.session.listen(events.Progress("evaluating the best checkpoint"))
         result = self.stepper.run_eagerly(
             lambda: evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         )
@@ -354,8 +355,7 @@ class Trainer:
             merged, model = self.run.path / "merged", checkpoint.load(result.checkpoint, torch.device("cpu")).model
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
             self.session.note(f"merged: {merged}")
-        self.journal.end(result, "steps" if self.is_at_end else "patience")
-        return result
+        return self.journal.end(result, "steps" if self.is_at_end else "patience")
 
     def end_by_signal(self) -> NoReturn:
         """Saves the run and raises `Interrupted`, or `WorkError` if saving fails."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from gpt.config import events
 from gpt.insight.evaluate import Window
 from gpt.insight.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.model.loss import IGNORED
@@ -41,6 +42,7 @@ class Meter:
         compiled ones. If the run compiles, the speed of uncompiled steps is only for an estimate, so few are timed."""
         session, compiled = self.session, facts.costs is not None
         session.note("measuring training speed on this machine")
+        session.listen(events.Progress("measuring"))
         share = 0.0 if draft.compile and not compiled else PROBE_SHARE
         costs = self._measure(replace(draft, compile=compiled), share)
         session.note(f"{1 / costs.token:,.0f} tokens/s")

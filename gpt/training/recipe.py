@@ -57,10 +57,13 @@ BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
 COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps, relative to uncompiled ones
 EVALUATIONS = 20  # default number of evaluations
+# Examples are few and read often, so a run on them soon overfits. By default, it stops after this share of its steps
+# without improvement, and at least this many evaluations.
+PATIENCE_SHARE, MIN_PATIENCE = 0.25, 5
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
 COPIED_SETTINGS = (
-    "schedule", "clip", "patience", "keep", "seed", "merge_lora", "shard", "recompute"
+    "schedule", "clip", "keep", "seed", "merge_lora", "shard", "recompute"
 )  # fmt: skip
 
 
@@ -342,6 +345,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         optimizer=optimizer,
         weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
         eval_every=eval_every,
+        patience=_choose_patience(config, facts, steps / eval_every),
         save_every=config.save_every or eval_every,
         sample_every=math.ceil(steps / 4) if config.sample_every is None else config.sample_every,
         lora_rank=config.lora_rank or 0,
@@ -416,6 +420,12 @@ def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
     if model.layout == "gpt":
         lines.append("no Transformers class supports this architecture, so only gpt can load the checkpoints")
     return lines
+
+
+def _choose_patience(config: TrainConfig, facts: Facts, evaluations: float) -> int:
+    if config.patience is not None:
+        return config.patience
+    return max(MIN_PATIENCE, math.ceil(PATIENCE_SHARE * evaluations)) if facts.rows and facts.held_out else 0
 
 
 def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) -> float:
@@ -645,11 +655,24 @@ def _should_compile(config: TrainConfig, recipe: Recipe, facts: Facts) -> bool:
     if config.compile != "auto" or config.has_examples:
         return config.compile == "on"
     model, dtype = recipe.model, facts.dtype
-    flops = 6 * breakdown(model).trainable * recipe.tokens(recipe.steps)
+    flops = count_flops(recipe)
     if facts.device == "cuda":
         is_long = flops >= COMPILE_RUN_FLOPS if config.minutes is None else config.minutes >= COMPILE_MINUTES
         return is_long and flops >= COMPILE_STEP_FLOPS * recipe.steps
     if not recipe.compiles_whole_step(facts.device, facts.processes) or model.n_layer > MAX_COMPILED_LAYERS:
         return False
-    seconds = flops / (CPU_FLOPS_PER_WIDTH[dtype] * model.n_embd) if config.minutes is None else 60 * config.minutes
+    seconds = estimate_seconds(recipe, facts.device, dtype) if config.minutes is None else 60 * config.minutes
     return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and facts.has_compiler
+
+
+def count_flops(recipe: Recipe) -> float:
+    """The approximate FLOPs of a run."""
+    return 6.0 * breakdown(recipe.model).trainable * recipe.tokens(recipe.steps)
+
+
+def estimate_seconds(recipe: Recipe, device: str, dtype: str) -> float:
+    """Estimates the seconds of the steps of a run on two CPU cores. Returns 0 for other devices and for models that are
+    deeper than those that were measured."""
+    if device != "cpu" or recipe.model.n_layer > MAX_COMPILED_LAYERS:
+        return 0.0
+    return count_flops(recipe) / (CPU_FLOPS_PER_WIDTH[dtype] * recipe.model.n_embd)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from conftest import Gpt, make_text, more, one_line_of_what_and_what_next, slow
-from gpt_cli.show import progress
+from gpt_cli.show import progress, render
+from rich.cells import cell_len
 from rich.console import Console
 from safetensors.torch import load_file
 
@@ -109,8 +110,13 @@ def test_train_json_keys(gpt: Gpt, book: Path) -> None:
     values = json.loads(result.out)
     assert list(values) == [
         "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second",
-        "seconds", "parameters", "device", "dtype", "yardsticks", "trend", "verdict",
+        "step_seconds", "seconds", "parameters", "device", "dtype", "sample", "prompt", "yardsticks", "trend", "verdict",
     ]  # fmt: skip
+    assert values["step_seconds"] * values["tokens_per_second"] == pytest.approx(values["tokens_seen"], rel=0.01)
+    assert values["seconds"] == json.loads(Path(values["run"], "run.json").read_text())["result"]["seconds"]
+    report = json.loads(gpt("report", values["run"], "--json").out)
+    last = Path(values["run"], "metrics.jsonl").read_text().splitlines()[-1]
+    assert values["seconds"] == json.loads(last)["seconds"] == report["end"]["seconds"]
     assert (values["steps"], values["tokens_seen"], values["device"], values["dtype"]) == (4, 256, "cpu", "float32")
     assert Path(values["checkpoint"]).parent == Path(values["run"])
     result = gpt("train", book, *QUICK, "--json", "--quiet", "--val-fraction", "0")
@@ -313,22 +319,92 @@ def test_progress_on_stderr_does_not_affect_stdout(run_folder: Path, book: Path,
     assert b"tokens" in terminal_output
 
 
-def test_status_line_shows_progress_and_losses() -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=120)
-    with progress.TrainDisplay(quiet=False, console=console) as display:
-        display(events.Plan(100, 64))
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["train", "boook.txt"],
+        ["train", "--config", "boook.txt"],
+        ["tokenize", "boook.txt", "-o", "tokens"],
+        ["tokenizer", "show", "boook.txt"],
+        ["sample", "x", "-m", "boook.txt"],
+        ["sample", "--prompts", "boook.txt"],
+        ["report", "boook.txt"],
+        ["params", "boook.txt"],
+    ],
+)
+def test_close_names_are_offered_for_missing_files(gpt: Gpt, book: Path, args: list[str]) -> None:
+    result = gpt(*args)
+    assert (result.code, result.err.splitlines()[-1]) == (2, 'hint: did you mean "book.txt"?')
+
+
+def terminal(width: int) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+
+
+def live_line(display: progress.TrainDisplay) -> str:
+    """Returns what the terminal shows now. Fails if it does not fit into one line."""
+    assert display.bar is not None
+    console = terminal(display.console.width)
+    console.print(display.bar)
+    line = console.file.getvalue().rstrip("\n")  # type: ignore[attr-defined]
+    assert "\n" not in line and cell_len(line) <= console.width, line
+    return line
+
+
+@pytest.mark.parametrize("width", [20, 60, 80, 100, 140])
+@pytest.mark.parametrize("plan", [events.Plan(12_000, 64), events.Plan(12_000, 64, "teacher 3 of 8", 3800.0)])
+def test_training_line_fits_and_drops_the_least_important(width: int, plan: events.Plan) -> None:
+    dropped = ["tokens/s (41.3% MFU)", "▁", "━", "step 1,210", "held-out 3.250 (best)", "loss 4.500", " left"]
+    with progress.TrainDisplay(quiet=False, console=terminal(width)) as display:
+        display(plan)
         display(events.EvalEvent(5, 320, 1.0, val_loss=3.25, best=True))
-        event = events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0)
-        display(event)
-        line = display.status(event).plain
-        display(events.SampleEvent(10, 640, 2.0, text="first line\n\nsecond"))
-    assert "step 10/100" in line
-    assert "loss 4.500  held-out 3.250 (best)  320 tokens/s  18 s left" in line
-    assert line.count("━") == 20
-    assert "▁" in line  # Sparkline of recent losses
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "first line" in text
-    assert "second" in text
+        for step in range(1200, 1211):
+            loss = 4.5 + (step < 1210)
+            display(events.StepEvent(step, 640 * step, 2.0, loss, 0.1, 1.0, tokens_per_second=12_345.0, mfu=0.413))
+        line = live_line(display)
+    shown = [part in line for part in dropped]
+    assert shown[-1] and all(shown[-3:] if width >= 60 else [True]) and all(shown if width >= 140 else [True])
+    assert width < 80 or "step 1,210" in line
+    assert width < 100 or "━" in line
+    assert "step" not in line or "/12,000" in line or plan.seconds
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+@pytest.mark.parametrize(
+    ("verb", "unit"),
+    [("fetched", "bytes"), ("tokenized", "bytes"), ("read by the teachers", "tokens"), ("written", "parameters")],
+)
+def test_other_lines_fit(width: int, verb: str, unit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with progress.TrainDisplay(quiet=False, console=terminal(width)) as display:
+        for now, done in ((10.0, 1_234_567), (4000.0, 1_234_567_890)):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: now)
+            display(events.Progress(verb, done, 12_345_678_901, unit))
+        line = live_line(display)
+    assert verb in line and "9 h 59 min left" in line
+    assert width < 100 or f"1,234,567,890/12,345,678,901 {unit}" in line
+
+
+def test_a_task_without_a_total_shows_the_time_that_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 10.0)
+    with progress.TrainDisplay(quiet=False, console=terminal(60)) as display:
+        display(events.Progress("compiling the step"))
+        display(events.Note("compiling the step for this CPU"))  # The spinner stays.
+        monkeypatch.setattr(time, "monotonic", lambda: 107.0)
+        assert live_line(display)[1:] == "  compiling the step  1 min 37 s"
+        display(events.Plan(100, 64))
+        assert display.bar is None
+
+
+def test_samples_while_training_are_shown_with_their_prompt() -> None:
+    with progress.TrainDisplay(quiet=False, console=terminal(120)) as display:
+        display(events.Plan(100, 64))
+        display(events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0))
+        display(events.SampleEvent(10, 640, 2.0, text="first line\n\nsecond", prompt="first"))
+        display(events.SampleEvent(5, 320, 2.0, text="of the best checkpoint"))  # The result shows it.
+    text = display.console.file.getvalue()  # type: ignore[attr-defined]
+    assert "step 10" in text and "first line" in text and "second" in text and "best" not in text
+    spans = render.sample_text("first", "first line\n\nsecond").spans
+    assert [(span.start, span.end, span.style) for span in spans] == [(0, 9, "dim")]
 
 
 # gpt sample
@@ -371,8 +447,9 @@ def test_sample_json_keys(gpt: Gpt, run_folder: Path) -> None:
 
 
 def test_sample_beyond_the_context_prints_a_note(gpt: Gpt, run_folder: Path) -> None:
-    result = gpt("sample", "the", "-m", run_folder, "-n", "100", "--greedy", "--ignore-eot")
-    assert "outgrew the context of 32 tokens" in result.err
+    args = ["sample", "the", "-m", run_folder, "--greedy", "--ignore-eot"]
+    assert "outgrew the context of 32 tokens" in gpt(*args, "-n", "100").err
+    assert gpt(*args).err == ""  # The default length is longer than the context too.
 
 
 @pytest.mark.parametrize("encoding", [slow("ascii"), more("cp1252")])

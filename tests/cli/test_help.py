@@ -58,7 +58,7 @@ def test_help_all_prints_defaults(gpt: Gpt) -> None:
         for option in listed_options(name):
             default = help_pages.default(option)
             assert default == "required" or not default or f"(default: {default})" in full, (name, option.name)
-    assert help_pages.default(next(option for option in listed_options("train") if option.name == "patience")) == "0"
+    assert help_pages.default(next(option for option in listed_options("sample") if option.name == "min_tokens")) == "0"
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -67,6 +68,15 @@ def test_errors_show_control_characters(run_on_terminal: Run, workdir: Path) -> 
     code, output = run_on_terminal("train", name, "--debug")
     assert "Traceback" in output
     assert "\x1b[2J" not in output
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_lines_break_between_words(run_on_terminal: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    lines = re.sub(r"\x1b\[[\d;]*m", "", run_on_terminal("sample", "-N", str(2**63))[1]).splitlines()
+    message = f"error: num is {2**63}; it must be a whole number from 1 to {2**63 - 1:,}"
+    assert " ".join(" ".join(lines).split()).startswith(message)
+    assert all(len(line) <= width for line in lines)
 
 
 def test_pipes_get_raw_control_characters(gpt: Gpt, workdir: Path) -> None:

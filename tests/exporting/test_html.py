@@ -25,8 +25,9 @@ from gpt.chat import chat
 from gpt.config.export import PageDtype
 from gpt.config.model import PRESETS, GPTConfig, RopeScaling
 from gpt.corpus.token_folder import TokenFolder
-from gpt.exporting import chat_pieces, html, openings, page_tokenizer
+from gpt.exporting import chat_pieces, html, page_tokenizer
 from gpt.exporting.source import SourceModel
+from gpt.insight.openings import _openings, choose_openings
 from gpt.model.quantize import to_tensor
 from gpt.runs import checkpoint, folder
 from gpt.system.errors import UserError
@@ -424,9 +425,9 @@ def test_prompts_are_spread_over_the_text() -> None:
     ]
     ids = np.concatenate([[256, *document.encode()] for document in documents])
     stream: Any = type("", (), {"__len__": lambda _: len(ids), "take": lambda _, start, n: ids[start : start + n]})()
-    found = openings._choose(stream, bytes_tokenizer(), 3)
+    found = choose_openings(stream, bytes_tokenizer(), 3)
     assert found == ["Story a begins here and", "Story e begins here and", "Story i begins here and"]
-    assert [*openings._openings(f"x\n{'y' * 100} z\n\ufffdbad\na\x00b c\nlast wo", bytes_tokenizer())] == [
+    assert [*_openings(f"x\n{'y' * 100} z\n\ufffdbad\na\x00b c\nlast wo", bytes_tokenizer())] == [
         "y" * 60,
         "last",
     ]

@@ -119,7 +119,9 @@ def per_doubling(fall: float, start: float = 4.0) -> list[tuple[float, float]]:
         (per_doubling(0.05), per_doubling(0.05), "improving"),  # 1.3 % of the loss
         (per_doubling(0.02), per_doubling(0.02), "saturated"),  # 0.5 %
         (per_doubling(0.0), per_doubling(0.0), "saturated"),
-        (per_doubling(0.3), per_doubling(-0.1), "saturated"),  # overfitting
+        (per_doubling(0.3), per_doubling(-0.1), "overfitted"),
+        ([], [(0, 2.0), (40, 3.0), (80, 5.7)], "overfitted"),  # the base model's own loss does not count
+        ([], [(0, 2.0), (40, 3.0), (80, 3.01)], None),
         (per_doubling(0.4), per_doubling(0.2), "improving"),
         (per_doubling(0.9), per_doubling(0.2), "saturated"),  # The learning rate decays, and the text is memorized.
         ([], per_doubling(0.2), "improving"),
@@ -142,17 +144,27 @@ def test_slope_is_the_fall_per_doubling(fall: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bits", "xz", "trend", "sentence"),
+    ("bits", "xz", "ppmd", "size", "trend", "sentence"),
     [
-        (2.2, 2.5, "improving", "better than xz by 12%; still improving: more minutes help"),
-        (3.0, 2.5, "saturated", "worse than xz by 20%; saturated: more text helps, more steps don't"),
-        (2.505, 2.5, None, "as good as xz"),
-        (None, 2.5, "improving", "still improving: more minutes help"),
-        (2.0, None, None, ""),
+        (2.2, 2.5, None, 1000, "improving", "better than xz by 12%; still improving: more minutes help"),
+        (1.78, 2.05, 1.67, 1000, None, "worse than PPMd by 7%, better than xz by 13%"),
+        (1.5, 2.05, 1.67, 1000, None, "better than PPMd by 10%"),
+        (1.5, 1.67, 2.05, 1000, None, "better than xz by 10%"),
+        (3.0, 2.5, None, 1000, "saturated", "worse than xz by 20%, better than the unigram guess by 25%; saturated: "
+         "more text helps, more steps don't"),
+        (4.5, 2.5, None, 1000, None, "worse than the unigram guess by 12%, better than the uniform guess by 10%"),
+        (6.0, 2.5, None, 1000, None, "worse than the uniform guess by 20%"),
+        (3.0, 0.1, None, 1000, None, "far worse than xz, better than the unigram guess by 25%"),
+        (3.0, 0.1, None, 90, None, "not compared with xz: the held-out text has only 90 bytes"),
+        (2.505, 2.5, None, 1000, None, "as good as xz"),
+        (None, 2.5, None, 1000, "improving", "still improving: more minutes help"),
+        (2.0, None, None, 1000, None, ""),
     ],
-)
-def test_sentence(bits: float | None, xz: float | None, trend: Any, sentence: str) -> None:
-    known = None if xz is None else Yardsticks(xz, 4.0, 5.0, 900, 100, False)
+)  # fmt: skip
+def test_sentence(
+    bits: float | None, xz: float | None, ppmd: float | None, size: int, trend: Any, sentence: str
+) -> None:
+    known = None if xz is None else Yardsticks(xz, 4.0, 5.0, 900, size, False, ppmd)
     assert describe(bits, known, trend) == sentence
 
 
@@ -164,11 +176,11 @@ def test_train_prints_and_stores_yardsticks(gpt: Gpt, text: Path) -> None:
     args = ["train", text, *settings, "--batch-tokens", "64", "--vocab-size", "300"]
     result = gpt(*args, "-o", "one")
     assert "xz     " in result.out and "bits per byte given the training text; guesses: unigram" in result.out
-    assert "model  worse than xz by" in result.out
+    assert "model  worse than " in result.out
     stored = json.loads(Path("one/run.json").read_text())["result"]
     values = json.loads(gpt("train", "--resume", "one", "--json").out)  # A finished run prints its result again.
     assert values["yardsticks"] == stored["yardsticks"] != {}
-    assert values["verdict"].startswith("worse than xz by")
+    assert values["verdict"].startswith("worse than ")
     quiet = gpt(*args, "-o", "two", "-q")
     assert "xz" not in quiet.out and "loss" in quiet.out and quiet.err == ""
 
@@ -180,7 +192,7 @@ def test_eval_compares_with_the_runs_training_text(
     assert "bits per byte given the training text" in gpt("eval", "other.txt", "-m", "one").out
     assert "xz" not in gpt("eval", "other.txt", "-m", "one", "-q").out
     given = json.loads(gpt("eval", "other.txt", "-m", "one", "--json").out)
-    assert given["verdict"].startswith("worse than xz by")
+    assert given["verdict"].startswith("worse than ")
     own_training_text = json.loads(gpt("eval", "one/tokens", "-m", "one", "--split", "train", "--json").out)
     assert own_training_text["yardsticks"]["train_bytes"] == 0
     stored = report.report(Path("one")).yardsticks

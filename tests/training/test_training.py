@@ -5,6 +5,8 @@ import dataclasses
 import itertools
 import json
 import math
+import random
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,7 +406,7 @@ def test_run_folder_contents(text: Path) -> None:
 SCHEMA = {
     "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"},
     "eval": {"event", "step", "tokens", "seconds", "val_loss", "best"},
-    "sample": {"event", "step", "tokens", "seconds", "text"},
+    "sample": {"event", "step", "tokens", "seconds", "text", "prompt"},
     "save": {"event", "step", "tokens", "seconds", "checkpoint"},
     "end": {"event", "step", "tokens", "seconds", "reason", "checkpoint", "val_loss", "bits_per_byte"},
 }
@@ -471,6 +473,88 @@ def test_patience_stops_a_run_without_progress_and_saves_it(text: Path) -> None:
     assert evals[-4:] == [True, False, False, False]
     assert run_events[-1].reason == "patience"
     assert folder.checkpoints(result.run)[-1].step == result.steps
+
+
+@pytest.mark.parametrize(
+    ("known", "settings", "patience"),
+    [
+        ({"rows": 500}, {}, 5),
+        ({"rows": 500}, {"steps": 400, "eval_every": 10}, 10),  # a quarter of the run
+        ({"rows": 500}, {"steps": 400, "eval_every": 200}, 5),
+        ({"rows": 500}, {"patience": 0}, 0),
+        ({"rows": 500}, {"patience": 3}, 3),
+        ({"rows": 500, "held_out": False}, {}, 0),
+        ({}, {}, 0),
+    ],
+)
+def test_only_runs_on_examples_have_patience_by_default(known: Any, settings: Any, patience: int) -> None:
+    config = TrainConfig(pairs="rows" in known, **settings)
+    assert recipe.plan(config, facts(**known)).patience == patience
+
+
+@pytest.mark.parametrize(
+    ("settings", "words", "verdict"),
+    [
+        ({}, "overfitted after", "overfitted, and the best checkpoint is used"),
+        ({"lora_rank": 4, "lr": 0.1}, "the held-out loss was lowest at", "saturated"),  # too small to overfit
+        ({"teachers": 1}, "overfitted after", ""),
+    ],
+)
+def test_fine_tunes_that_do_not_improve_stop_and_use_the_best_checkpoint(
+    run_folder: Path, workdir: Path, settings: Any, words: str, verdict: str
+) -> None:
+    """The completions are random, so nothing that is learned from some of them helps with others."""
+    rng = random.Random(0)
+    pairs = [{"prompt": f"{n}=", "completion": str(rng.randrange(10**6))} for n in range(60)]
+    Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    heard: list[Any] = []
+    config = {"init": str(run_folder), "pairs": True, "steps": 120, "sample_every": 0, "eval_every": 4, "lr": 0.02}
+    result = gpt.train("pairs.jsonl", listen=heard.append, out="tuned", **{**config, **settings})
+    best = int(result.checkpoint.name.removeprefix("step-"))
+    evals = [event for event in heard if isinstance(event, events.EvalEvent)]
+    patience = json.loads(Path("tuned/run.json").read_text())["resolved"]["patience"]
+    assert result.steps == best + 4 * patience < 120
+    assert min(evals, key=lambda event: event.val_loss if event.step else 99).step == best
+    notes = [event.text for event in heard if isinstance(event, events.Note)]
+    assert any(note.startswith(f"{words} step {best}; that checkpoint is used") for note in notes)
+    sample = next(event for event in reversed(heard) if isinstance(event, events.SampleEvent))
+    assert (sample.step, sample.text, sample.prompt) == (best, result.sample, result.prompt)
+    assert result.verdict.startswith(verdict)
+
+
+@pytest.mark.parametrize("has_few", [True, False])
+def test_samples_of_few_documents_begin_with_held_out_text(
+    text: Path, monkeypatch: pytest.MonkeyPatch, has_few: bool
+) -> None:
+    if not has_few:
+        monkeypatch.setattr("gpt.training.data.MIN_DOCUMENTS", 1)
+    result, heard = train(text, steps=2, sample_every=1)
+    samples = [event for event in heard if isinstance(event, events.SampleEvent)]
+    assert [sample.step for sample in samples] == [1, 2]
+    assert all(sample.text.startswith(sample.prompt) for sample in samples)
+    assert {sample.prompt for sample in samples} == {result.prompt}
+    assert bool(result.prompt) == has_few
+    assert "\n" + result.prompt in text.read_text(encoding="utf-8")[-len(text.read_bytes()) // 8 :]
+
+
+def test_plan_comes_before_compiling(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stepping.Stepper, "compile", lambda stepper: None)
+    monkeypatch.setattr("gpt.training.recipe.CPU_FLOPS_PER_WIDTH", dict.fromkeys(("float32", "bfloat16"), 1.0))
+    heard = train(text, steps=2, compile="on")[1]
+    compiling = heard.index(events.Progress("compiling the step"))
+    plan = [event.text for event in heard[:compiling] if isinstance(event, events.Note)]
+    assert plan[-2].startswith("model nano: ") and plan[-1].startswith("2 steps of 256 tokens, ")
+    assert re.search(r" \(about .+ on two cores\), on cpu", plan[-1])
+
+
+def test_tiny_text_is_told_what_to_expect(workdir: Path, text: Path) -> None:
+    heard = []
+    for size in (900, 10_000):
+        Path("tiny.txt").write_bytes(text.read_bytes()[:size])
+        heard += [event.text for event in train(Path("tiny.txt"), steps=1)[1] if isinstance(event, events.Note)]
+    assert [note for note in heard if "expect letters" in note] == [
+        "the text has only 900 bytes: expect letters and broken words; for sentences, give a megabyte"
+    ]
 
 
 def test_reported_loss_matches_evaluate(text: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The first words of lines of the training text, which a web page offers as prompts."""
+"""The first words of lines of a text, as prompts for a model of it."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -19,12 +19,13 @@ def find_openings(path: Path, tokenizer: Tokenizer, count: int) -> list[str]:
     """Returns up to ``count`` openings from places spread over the training text of the checkpoint at ``path``. Returns
     none if the run's tokens are gone or were not kept, as with pairs and conversations."""
     try:
-        return _choose(find_training_tokens(path, tokenizer).stream("train"), tokenizer, count) if count else []
+        return choose_openings(find_training_tokens(path, tokenizer).stream("train"), tokenizer, count) if count else []
     except UserError:  # The page works without prompts.
         return []
 
 
-def _choose(stream: TokenStream, tokenizer: Tokenizer, count: int) -> list[str]:
+def choose_openings(stream: TokenStream, tokenizer: Tokenizer, count: int) -> list[str]:
+    """Returns up to ``count`` openings from places spread over a text."""
     openings: list[str] = []
     places = range(0, len(stream), max(1, len(stream) // (_PLACES * count)))
     for index, place in enumerate(places):
