@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.config.events import format_seconds
-from gpt.system.words import counted
+from gpt.system.words import counted, percent
 
 from . import render
 from .render_chart import Series, chart
@@ -28,11 +29,13 @@ MAIN_SETTINGS = (  # Settings to print for a single run.
 
 def reports(run_reports: "Sequence[Report]") -> None:
     """Prints runs' results, curves, settings, samples and copied spans."""
-    from .views_report import comparable_runs, describe_smoothing, time_unit
+    from .views_report import comparable_runs, describe_smoothing, time_unit, warn_of_texts
 
     console = render.stdout()
     runs, unit = comparable_runs(run_reports, POINTS)
     console.print(_results_table(runs))
+    if warning := warn_of_texts(run_reports):
+        console.print(Text(warning, "yellow"))
     for run_report in run_reports:
         name = f"{run_report.name}: " if len(runs) > 1 else ""
         if run_report.yardsticks is not None:
@@ -68,7 +71,7 @@ def _print_held_out(runs: Sequence[dict[str, Any]], unit: str, seconds: float, t
         Series(run["name"], [(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")], index)
         for index, run in enumerate(runs)
     ]
-    _print_chart(f"held-out loss, {unit}", time, series, console, 13, True)
+    _print_loss_chart(f"held-out loss, {unit}", time, series, runs, console)
 
 
 def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None, console: Console) -> None:
@@ -85,7 +88,18 @@ def _print_losses(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing
         name = f"{run['name']} held-out" if len(runs) > 1 else "held-out"
         series.append(Series(name, _points(run["evals"], "val_loss"), 2 * index + 1))
     smoothing_note = f", {smoothing}" if len(runs) > 1 and smoothing else ""
-    _print_chart(f"loss, {unit}{smoothing_note}", "steps", series, console, 13, True)
+    _print_loss_chart(f"loss, {unit}{smoothing_note}", "steps", series, runs, console)
+
+
+def _print_loss_chart(
+    title: str, x_name: str, series: Sequence[Series], runs: Sequence[dict[str, Any]], console: Console
+) -> None:
+    from .views_report import limit_losses
+
+    high, logarithmic, cut = limit_losses(runs)
+    if high is not None:
+        series = [replace(curve, points=[(x, min(y, high)) for x, y in curve.points]) for curve in series]
+    _print_chart(f"{title}, {cut}" if cut else title, x_name, series, console, 13, logarithmic)
 
 
 def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tuple[float, float]]:
@@ -111,7 +125,7 @@ def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
             "–" if best is None else f"{best['step']:,}",
             "–" if end.get("bits_per_byte") is None else f"{end['bits_per_byte']:.4f}",
             _format_number(last["tokens_per_second"]),
-            end.get("reason") or "none yet",
+            run["outcome"],
         )
     return table
 
@@ -161,7 +175,7 @@ def copying_line(run: dict[str, Any]) -> str:
     compared_note = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
     share = ""
     if copying["share"] is not None:
-        share = f"{copying['share']:.1%} of the samples' 8-grams are in the training text{compared_note}; "
+        share = f"{percent(copying['share'])} of the samples' 8-grams are in the training text{compared_note}; "
     if not copying["longest"]:
         return f"{share}no span of 8 or more tokens is"
     text = " ".join(copying["text"].split())
