@@ -365,9 +365,10 @@ def export(
 
     with exports.write_atomically(target):
         comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
-        texts = _generate_samples(build_model(stored_weights), config.samples, listen) if config.samples else []
+        prompt, num, sampling = exports.plan_samples(source, target, compute.memory())
+        samples = _generate_samples(build_model(stored_weights), prompt, num, sampling, listen) if num else []
         on_written = lambda done, total: listen(events.Progress("written", done, total, "parameters"))
-        tensors, size = exports.write(source, target, comparison, texts, on_written)
+        tensors, size = exports.write(source, target, comparison, samples, on_written)
     return exports.Exported(
         target.out,
         target.format,
@@ -383,11 +384,13 @@ def export(
     )
 
 
-def _generate_samples(model: LanguageModel, num: int, listen: "Listener") -> list[str]:
-    samples: list[str] = []
-    for piece in model.write_all([""], num=num):
+def _generate_samples(
+    model: LanguageModel, prompt: str, num: int, config: SampleConfig, listen: "Listener"
+) -> list[Sample]:
+    samples: list[Sample] = []
+    for piece in model.write_all([prompt], config, num=num):
         if piece.sample is not None:
-            samples.append(piece.sample.text)
+            samples.append(piece.sample)
             listen(events.Progress("sampled", len(samples), num, "texts"))
     return samples
 

@@ -3,7 +3,7 @@ const T = data.tokens.length, L = data.layers.length, H = data.heads.length, TRI
 const weights = unpack(data.patterns, Uint16Array); // Lower triangles, by layer, head and query.
 const texts = data.tokens.map((token) => token.text);
 const AVERAGE = -1;
-const state = { layer: 0, head: H > 1 ? AVERAGE : 0, query: T - 1, key: null };
+const state = { query: T - 1, key: null };
 const averages = new Map();
 
 // Returns T (T + 1) / 2 attention weights. Index -1 (AVERAGE) is the mean over layers or heads.
@@ -72,7 +72,7 @@ function moveFocus(event, row, column) {
   if (next) { choose(next.layer, next.head); next.button.focus(); }
 }
 
-const grid = el("div", { class: "heads", role: "group", "aria-label": "heads" });
+const grid = el("div", { class: "heads", role: "group", "aria-label": "heads", style: `grid-template-columns:auto repeat(${H + 1},minmax(56px,80px))` });
 const big = el("canvas", { id: "map", tabindex: 0, role: "img" });
 const readout = el("p", { id: "readout", "aria-live": "polite" });
 const facts = el("div", { id: "facts" });
@@ -90,8 +90,9 @@ function choose(layer, head) {
   drawBig(); showFacts(); point(state.query, null);
 }
 
+const cellSize = () => Math.max(4, Math.min(26, Math.floor(Math.min(620, innerWidth - 140) / T)));
 function drawBig() {
-  const cell = Math.max(4, Math.min(26, Math.floor(620 / T))), labels = cell >= 9, font = Math.min(13, cell);
+  const cell = cellSize(), labels = cell >= 9, font = Math.min(13, cell);
   const margin = labels ? 108 : 26, size = margin + cell * T + 4;
   const context = context2d(big, size, size);
   const values = pattern(state.layer, state.head), span = windowOf(state.layer) || T;
@@ -148,11 +149,11 @@ function point(query, key) {
   const keys = [...Array(query + 1).keys()].sort((a, b) => share(state.layer, state.head, query, b) - share(state.layer, state.head, query, a));
   list.replaceChildren(el("caption", { class: "soft" }, `“${showSpaces(texts[query])}” (${query}) attends to`),
     ...keys.slice(0, 8).map((k) => el("tr", {}, el("th", { scope: "row", class: "mono" }, `${showSpaces(texts[k])} (${k})`),
-      el("td", { class: "number" }, formatShare(share(state.layer, state.head, query, k))),
+      el("td", { class: "number" }, percent(share(state.layer, state.head, query, k))),
       el("td", {}, el("span", { class: "bar", style: `width:${(100 * share(state.layer, state.head, query, k)).toFixed(1)}%` })))));
   const target = key === null ? keys[0] : key;
   readout.textContent = `${nameOf(state.layer, state.head)}: “${showSpaces(texts[query])}” (${query}) gives ` +
-    `${formatShare(share(state.layer, state.head, query, target))} to “${showSpaces(texts[target])}” (${target})`;
+    `${percent(share(state.layer, state.head, query, target))} to “${showSpaces(texts[target])}” (${target})`;
 }
 
 function showFacts() {
@@ -163,14 +164,14 @@ function showFacts() {
   const scores = scoreOf(state.layer, state.head);
   const rows = Object.keys(data.kinds).map((kind) => el("tr", { class: scores.mostly === kind ? "differs" : "" },
     el("th", { scope: "row" }, data.kinds[kind]),
-    el("td", { class: "number" }, formatShare(scores.prompt[kind])), el("td", { class: "number" }, formatShare(scores.chance.prompt[kind])),
-    el("td", { class: "number" }, formatShare(scores.probe[kind])), el("td", { class: "number" }, formatShare(scores.chance.probe[kind]))));
+    el("td", { class: "number" }, percent(scores.prompt[kind])), el("td", { class: "number" }, percent(scores.chance.prompt[kind])),
+    el("td", { class: "number" }, percent(scores.probe[kind])), el("td", { class: "number" }, percent(scores.chance.probe[kind]))));
   facts.replaceChildren(
     el("p", {}, "Mostly: ", el("strong", { id: "mostly" }, kindOf(state.layer, state.head)),
       `; entropy ${scores.entropy.toFixed(2)} bits, ${scores.distance.toFixed(1)} tokens back on average`),
-    el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attention to"), el("th", { class: "number" }, "here"),
+    scroller("scores of the head", el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "attention to"), el("th", { class: "number" }, "here"),
       el("th", { class: "number" }, "even"), el("th", { class: "number" }, "random twice"), el("th", { class: "number" }, "even"))),
-      el("tbody", {}, rows)),
+      el("tbody", {}, rows))),
     el("p", { class: "soft" }, "A query's share of attention, averaged over the queries that have such a key. “even” is the share under " +
       "uniform attention. “random twice” is measured on a repeated sequence of random tokens."));
 }
@@ -199,7 +200,7 @@ for (let l = -1; l < L; l++) {
 }
 const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head, with queries down and keys across. Darker (in dark mode: brighter) means more attention, on a " +
   "square-root scale. Layers run from top to bottom, heads from left to right, both from 0. Click, or use the arrow keys."),
-  el("div", { class: "scroll" }, grid));
+  scroller("heads", grid));
 texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${showSpaces(text)}`,
   onpointerenter: () => point(q, null), onfocus: () => { if (state.query !== q) point(q, null); },
   onkeydown: (event) => {
@@ -210,11 +211,11 @@ texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "butt
     point(to, null);
     strip.children[to].focus();
   } }, showSpaces(text))));
-const head = section("Head", el("div", { class: "row" }, el("div", { class: "scroll" }, big), facts), readout);
+const head = section("Head", el("div", { class: "row" }, scroller("attention of a head", big), facts), readout);
 const text = section("Text", el("p", { class: "soft" }, "Point at a token, or use the arrow keys, to color the tokens it attends to."), strip, list);
 if (H <= 6) { // More heads need the whole width.
   beside([heads], [head]);
-  head.parentElement.style.flexBasis = `${108 + 4 + T * Math.max(4, Math.min(26, Math.floor(620 / T)))}px`; // Width of the map.
+  head.parentElement.style.flexBasis = `${108 + 4 + T * cellSize()}px`; // Width of the map.
 }
 
 // Logit lens
@@ -225,16 +226,17 @@ function drawLens() {
     el("th", { scope: "row" }, l === 0 ? "embedding" : l === data.lens.ids.length - 1 ? `after ${l - 1}: output` : `after ${l - 1}`),
     layer.map((ids, t) => {
       const parts = ramp(data.lens.probabilities[l][t][0] ** 2);
-      const all = ids.map((id, i) => `${showSpaces(data.texts[id])}  ${data.lens.probabilities[l][t][i].toFixed(3)}`).join("\n");
+      const all = ids.map((id, i) => `${showSpaces(data.texts[id])}  ${percent(data.lens.probabilities[l][t][i])}`).join("\n");
       return el("td", { class: "mono", title: all, style: `background:${rgb(parts)};color:${readable(parts)}` }, showSpaces(data.texts[ids[0]]));
     })));
   lensTable.replaceChildren(el("thead", {}, head), el("tbody", {}, rows));
 }
 redraws.push(drawLens);
 drawLens();
-const lens = section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last norm and the unembedding: the most " +
+const lensBox = scroller("logit lens", lensTable);
+section("Logit lens", el("p", { class: "soft" }, "The residual stream after each block, read through the last norm and the unembedding: the most " +
   "likely next token after each token (columns), colored by its probability. The last row is the model's prediction. Point at a cell for the top five."),
-  el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "logit lens" }, lensTable));
+  lensBox);
 
 // Next token
 const logits = unpack(data.next.logits, Float32Array);
@@ -276,7 +278,7 @@ function drawNext() {
   nextFacts.textContent = `${withCommas(kept)} of ${withCommas(order.length)} tokens can be drawn, ${Math.abs(bits).toFixed(2)} bits; greedy takes “${showSpaces(data.texts[order[0]])}”`;
   const rows = order.slice(0, 25).map((id, rank) => el("tr", { "data-id": id },
     el("th", { scope: "row", class: "mono" }, showSpaces(data.texts[id])),
-    el("td", { class: "number" }, model[rank].toFixed(4)), el("td", { class: "number now" }, probabilities[rank].toFixed(4)),
+    el("td", { class: "number" }, percent(model[rank])), el("td", { class: "number now" }, percent(probabilities[rank])),
     el("td", {}, el("span", { class: "bar" + (why[rank] ? " out" : ""), style: `width:${(100 * (why[rank] ? model[rank] : probabilities[rank])).toFixed(2)}%` })),
     el("td", { class: "soft why" }, why[rank] ? "excluded by " + why[rank] : rank === 0 ? "greedy" : "")));
   nextTable.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "next token"), el("th", { class: "number" }, "model"),
@@ -285,9 +287,11 @@ function drawNext() {
 const next = section("Next token", el("div", { class: "controls panel" },
   control("temperature", "temperature", { min: 0, max: 2, step: 0.05, value: 1 }),
   control("top-k", "top-k", { min: 0, max: Math.min(100, order.length), step: 1, value: 0 }),
-  control("top-p", "top-p", { min: 0, max: 1, step: 0.01, value: 0 })), nextFacts, el("div", { class: "scroll" }, nextTable));
-beside([text, lens], [next]);
+  control("top-p", "top-p", { min: 0, max: 1, step: 0.01, value: 0 })), nextFacts, scroller("next token", nextTable));
+beside([text], [next]);
+lensBox.scrollLeft = lensBox.scrollWidth; // The last column is the answer.
+addEventListener("resize", drawMarks);
 drawNext();
 redraws.push(() => { showFacts(); point(state.query, state.key); });
-choose(L * H === 1 ? 0 : state.layer, state.head);
+choose(...data.clearest);
 document.body.dataset.ready = "yes";

@@ -54,8 +54,8 @@ const key = ({ colour = "--soft", dash = "", pale = false, dots = false }) => sv
   dots ? svg("circle", { cx: 13, cy: 5, r: 3, style: `fill:var(${colour})` }) : []);
 
 // Draws curves of points [x, y] over pale curves. A null y is a gap. A curve that is a level has its name on it.
-// Redraws when the width changes. The pointer and arrow keys select the values to read out.
-function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false }) {
+// Values above `high` are drawn at its height. Redraws when the width changes. The pointer and arrow keys select the values to read out.
+function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false, high = Infinity }) {
   const curves = [...series].sort((curve, other) => !!other.pale - !!curve.pale).filter((curve) => curve.points.some((p) => p[1] !== null));
   const caption = el("figcaption", {}, title ? el("h3", {}, title) : null,
     legend.map(([text, style]) => el("span", { class: "legend-item" }, key(style), text)));
@@ -67,11 +67,11 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
   const readoutCurves = curves.filter((curve) => !curve.pale && !curve.level).map((curve) => ({ ...curve, points: curve.points.filter((p) => p[1] !== null) }));
   const span = (values) => values.reduce(([low, high], v) => [Math.min(low, v), Math.max(high, v)], [Infinity, -Infinity]);
   const xs = span(curves.flatMap((curve) => curve.points.map((p) => p[0])));
-  const ys = span(curves.flatMap((curve) => curve.points.filter((p) => p[1] !== null).map((p) => p[1])));
+  const ys = span(curves.flatMap((curve) => curve.points.filter((p) => p[1] !== null).map((p) => Math.min(p[1], high))));
   const top = 8, bottom = 38, right = 16, tickLimit = (pixels, pixelsPerTick) => Math.max(5, Math.min(8, Math.floor(pixels / pixelsPerTick)));
   const yAxis = (logarithmic && spansDecades(...ys) ? logAxis : axis)(...ys, tickLimit(height - top - bottom, 28));
   const left = 14 + 7 * Math.max(...yAxis.labels.map((label) => label.length));
-  const sy = (v) => top + (1 - yAxis.share(v)) * (height - top - bottom);
+  const sy = (v) => top + (1 - yAxis.share(Math.min(v, high))) * (height - top - bottom);
   let width, xAxis, sx, at = null, cursor;
 
   function draw(newWidth) {

@@ -27,7 +27,7 @@ function unpack(base64, kind) {
 }
 
 const withCommas = (number) => Math.round(number).toLocaleString("en-US");
-const formatShare = (value) => value === null || value === undefined ? "–" : Number(value).toFixed(3);
+const percent = (share) => share === null ? "–" : share && share < 0.00005 ? "< 0.01 %" : `${(100 * share).toFixed(2)} %`;
 function formatNumber(value) {
   if (Math.abs(value) >= 1000 && Math.abs(value) < 1e15) return withCommas(value);
   if (value === 0 || (Math.abs(value) >= 0.001 && Math.abs(value) < 1000)) return String(+Number(value).toPrecision(4));
@@ -76,6 +76,9 @@ function section(title, ...children) {
   document.getElementById("main").append(node);
   return node;
 }
+
+// Returns a box that scrolls if its content is too wide, also with the keyboard.
+const scroller = (label, ...children) => el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label }, children);
 
 // Places groups of sections side by side if the page is wide enough.
 function beside(...groups) {

@@ -11,7 +11,7 @@ const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));
 
-section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
+section("Results", scroller("results", el("table", { id: "results" },
   el("thead", {}, el("tr", {}, ["run", "steps", "tokens", "time", "held-out loss", "best at step", "bits per byte", "tokens/s", "end"]
     .map((name, i) => el("th", { class: i && i < 8 ? "number" : "" }, name)))),
   el("tbody", {}, runs.map((run, i) => {
@@ -20,8 +20,9 @@ section("Results", el("div", { class: "scroll" }, el("table", { id: "results" },
       loss === undefined || loss === null ? "–" : loss < 1e6 ? loss.toFixed(4) : formatNumber(loss), best.step === undefined ? "–" : withCommas(best.step),
       end.bits_per_byte ? end.bits_per_byte.toFixed(4) : "–", last(run.steps.tokens_per_second) === null ? "–" : withCommas(last(run.steps.tokens_per_second))];
     return el("tr", {}, el("th", { scope: "row" }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name),
-      cells.map((cell) => el("td", { class: "number" }, cell)), el("td", {}, end.reason || "none yet"));
+      cells.map((cell) => el("td", { class: "number" }, cell)), el("td", {}, run.outcome));
   })))),
+  data.warning && el("p", { class: "warn" }, `These runs have ${data.warning}.`),
   runs.filter((run) => run.verdict).map((run) => el("p", { class: "verdict" }, (runs.length > 1 ? `${run.name}: ` : "The model is ") + run.verdict + ".")));
 
 const axes = { step: "steps", tokens: "tokens", seconds: "time" };
@@ -53,10 +54,10 @@ function legend() {
     ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: heldOutColour, ...heldOutStyle }]] : [])];
 }
 function draw() {
-  const charts = [["loss", `Loss, ${data.unit}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens per second"]];
+  const charts = [["loss", `Loss, ${data.unit}${data.loss.cut ? `, ${data.loss.cut}` : ""}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens per second"]];
   if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
   const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: xColumn === "seconds" ? unitName : axes[xColumn], series: series(name),
-    legend: name === "loss" ? legend() : [], height: name === "loss" ? 380 : 220, logarithmic: name === "loss" || name === "grad_norm" }));
+    logarithmic: name === "grad_norm", height: 220, ...(name === "loss" ? { legend: legend(), height: 380, high: data.loss.high ?? Infinity, logarithmic: data.loss.logarithmic } : {}) }));
   chartBox.replaceChildren(loss, el("div", { class: "charts" }, others));
 }
 section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, "against",
@@ -70,19 +71,6 @@ section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, 
     } }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name))) : null), chartBox);
 draw();
 
-const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
-const differs = (key) => data.differing.includes(key);
-const onlyDiffering = el("input", { type: "checkbox", id: "only", onchange: () => settings() });
-const table = el("table", { id: "settings" });
-function settings() {
-  const shownKeys = keys.filter((key) => runs.length > 1 && onlyDiffering.checked ? differs(key) : runs.some((run) => run.settings[key] !== null));
-  table.replaceChildren(el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, run.name)))),
-    el("tbody", {}, shownKeys.map((key) => el("tr", { class: differs(key) ? "differs" : "" }, el("th", { scope: "row" }, key),
-      runs.map((run) => el("td", { class: "mono" }, run.settings[key] === null || run.settings[key] === undefined ? "–" : String(run.settings[key])))))));
-}
-settings();
-const settingsSection = section("Settings", runs.length > 1 ? el("label", { for: "only" }, onlyDiffering, " only differences (marked)") : null, el("div", { class: "scroll" }, table));
-
 const samples = section("Samples");
 runs.forEach((run, i) => {
   if (!run.steps.step.length) return;
@@ -95,7 +83,7 @@ runs.forEach((run, i) => {
     output.textContent = `step ${withCommas(sample.step)}`;
     text.replaceChildren(...(sample.pieces ?? [sample]).map((piece) => piece.passages ? copiedSpan(piece, origins) : piece.text));
     origins.hidden = true;
-    copyNote.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to compare" : `${(100 * sample.share).toFixed(1)} % of its 8-grams are in the training text; ` +
+    copyNote.textContent = sample.share === undefined ? "" : sample.share === null ? "too short to compare" : `${percent(sample.share)} of its 8-grams are in the training text; ` +
       (sample.longest ? `the longest copied span has ${sample.longest} tokens. Choose a marked span to see where it is there.` : "no span of 8 tokens is");
   }
   samples.append(el("div", { class: "controls" }, el("label", { for: `sample-${i}` }, "sampled at", slider, output)), text, copyNote, origins);
@@ -118,11 +106,19 @@ const copying = section("Copying", runs.filter((run) => run.steps.step.length).m
   const copied = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
   if (!copied) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured, because the training tokens are missing." : "no samples."));
   const part = copied.compared === copied.trained ? "" : ` (its first ${withCommas(copied.compared)} of ${withCommas(copied.trained)} tokens)`;
-  return [el("p", {}, name + (copied.share === null ? "" : `${(100 * copied.share).toFixed(1)} % of all samples' 8-grams are in the training text${part}; `) +
+  return [el("p", {}, name + (copied.share === null ? "" : `${percent(copied.share)} of all samples' 8-grams are in the training text${part}; `) +
     (copied.longest ? `the longest copied span has ${copied.longest} tokens, at step ${withCommas(copied.step)}:` : "no span of 8 tokens is.")),
     copied.longest ? el("pre", {}, copied.text) : null];
 }).flat());
-beside([settingsSection], [samples, copying]);
+
+// Settings that differ come first; the others are folded.
+const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].filter((key) => runs.some((run) => (run.settings[key] ?? null) !== null));
+const differing = runs.length > 1 ? keys.filter((key) => data.differing.includes(key)) : [], others = keys.filter((key) => !differing.includes(key));
+const settings = (label, shown) => scroller(label, el("table", {}, el("thead", {}, el("tr", {}, el("th", {}, "setting"), runs.map((run) => el("th", {}, run.name)))),
+  el("tbody", {}, shown.map((key) => el("tr", {}, el("th", { scope: "row" }, key), runs.map((run) => el("td", { class: "mono" }, String(run.settings[key] ?? "–"))))))));
+const settingsSection = section("Settings", differing.length ? settings("settings that differ", differing) : null,
+  el("details", {}, el("summary", {}, `${differing.length ? "the other " : ""}${others.length} settings`), settings("other settings", others)));
+beside([samples, copying], [settingsSection]);
 const events = runs.flatMap((run) => [...run.rollbacks.map((rollback) => `${run.name} rolled back from step ${rollback.failed_step} to ${rollback.step}: ${rollback.why}`),
   ...run.resumes.map((step) => `${run.name} resumed from step ${step}`), ...(run.unread_lines ? [`${run.unread_lines} lines of ${run.name}'s metrics could not be read`] : [])]);
 if (events.length) section("Events", el("ul", {}, events.map((line) => el("li", {}, line))));

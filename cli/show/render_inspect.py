@@ -10,7 +10,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from gpt.system.words import counted
+from gpt.system.words import counted, percent
 
 from . import render, terminal
 
@@ -42,22 +42,11 @@ def ramp(share: float) -> tuple[int, int, int]:
 def attention(inspection: "Inspection", tokenizer: "Tokenizer") -> None:
     """Prints each head's kind, the pattern of one head, and the most likely next tokens after each block."""
     console = terminal.stdout()
-    layer, head = find_clearest_head(inspection)
+    layer, head = inspection.clearest
     if len(inspection.layers) * len(inspection.heads) > 1:
         console.print(_heads_table(inspection))
     print_pattern(inspection, tokenizer, layer, head, console)
     console.print(_next_tokens_table(inspection, tokenizer))
-
-
-def find_clearest_head(inspection: "Inspection") -> tuple[int, int]:
-    """Returns the indices of the layer and head with the clearest kind. Ignores the kinds ``first`` and ``itself``."""
-
-    def clarity(place: tuple[int, int]) -> float:
-        lifts = [inspection.here.lift(kind) for kind in ("previous", "same", "matching")]
-        return max((float(lift[place]) for lift in lifts if lift is not None), default=0.0)
-
-    places = [(at, column) for at in range(len(inspection.layers)) for column in range(len(inspection.heads))]
-    return max(places, key=clarity)
 
 
 def _heads_table(inspection: "Inspection") -> Table:
@@ -123,7 +112,7 @@ def _next_tokens_table(inspection: "Inspection", tokenizer: "Tokenizer") -> Tabl
         tokens_text = Text()
         for id, share in zip(ids, shares, strict=True):
             tokens_text.append(show_spaces(token_text(tokenizer, int(id))), "bold")
-            tokens_text.append(f" {share:.3f}   ", "dim")
+            tokens_text.append(f" {percent(float(share))}   ", "dim")
         table.add_row("none" if layer == 0 else f"{layer - 1}" + (": output" if layer == last else ""), tokens_text)
     return table
 

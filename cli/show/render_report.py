@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -9,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.config.events import format_seconds
-from gpt.system.words import counted
+from gpt.system.words import counted, percent
 
 from . import render, terminal
 from .render_chart import Series, chart
@@ -29,29 +30,20 @@ MAIN_SETTINGS = (  # Settings to print for a single run.
 
 def reports(run_reports: "Sequence[Report]") -> None:
     """Prints runs' results, curves, settings, samples and copied spans."""
-    from .views_report import comparable_runs, describe_smoothing, time_unit
+    from .views_report import comparable_runs, warn_of_texts
 
     console = terminal.stdout()
     runs, unit = comparable_runs(run_reports, POINTS)
     names = [f"{run['name']}: " if len(runs) > 1 else "" for run in runs]
     console.print(_results_table(runs))
+    if warning := warn_of_texts(run_reports):
+        console.print(Text(warning, "yellow"))
     for name, run_report in zip(names, run_reports, strict=True):
         if run_report.yardsticks is not None:
             console.print(Text(f"{name}xz {run_report.yardsticks}", "dim"))
         if run_report.verdict:
             console.print(Text(name + run_report.verdict))
-    charts = [_loss_chart(runs, unit, *describe_smoothing(run_reports, POINTS))]
-    if len(runs) > 1:
-        seconds, time = time_unit(run_reports)
-        points = [[(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")] for run in runs]
-        series = [Series(run["name"], points[index], index) for index, run in enumerate(runs)]
-        charts.append((f"held-out loss, {unit}", time, series, 13, True))
-    for title, key in (
-        ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
-    ):  # fmt: skip
-        series = [Series(names[i][:-2], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
-        charts.append((title, "steps", series, 7, key == "grad_norm"))
-    for title, x_name, series, height, logarithmic in charts:
+    for title, x_name, series, height, logarithmic in _charts(runs, run_reports, unit):
         console.print()
         drawn = [curve for curve in series if curve.points]  # Another program's curve can have no steps.
         console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
@@ -60,6 +52,31 @@ def reports(run_reports: "Sequence[Report]") -> None:
     for report, run in zip(run_reports, runs, strict=True):
         if report.is_run:
             _print_sample(run, console)
+
+
+def _charts(runs: Sequence[dict[str, Any]], run_reports: "Sequence[Report]", unit: str) -> list[Chart]:
+    from .views_report import describe_smoothing, limit_losses, time_unit
+
+    charts = [_loss_chart(runs, unit, *describe_smoothing(run_reports, POINTS))]
+    if len(runs) > 1:
+        seconds, time = time_unit(run_reports)
+        points = [[(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")] for run in runs]
+        series = [Series(run["name"], points[index], index) for index, run in enumerate(runs)]
+        charts.append((f"held-out loss, {unit}", time, series, 13, True))
+    high, logarithmic, cut = limit_losses(runs)
+    for at, (title, x_name, series, height, _) in enumerate(charts):
+        if high is not None:
+            series = [replace(curve, points=[(x, min(y, high)) for x, y in curve.points]) for curve in series]
+        charts[at] = (f"{title}, {cut}" if cut else title, x_name, series, height, logarithmic)
+    for title, key in (
+        ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
+    ):  # fmt: skip
+        series = [
+            Series(run["name"] if len(runs) > 1 else "", _points(run["steps"], key), 2 * i)
+            for i, run in enumerate(runs)
+        ]
+        charts.append((title, "steps", series, 7, key == "grad_norm"))
+    return charts
 
 
 def _loss_chart(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None) -> Chart:
@@ -102,7 +119,7 @@ def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
             (last["tokens_per_second"], "{:,.0f}".format),
         ]
         texts = ("–" if value is None else form(value) for value, form in cells)
-        table.add_row(run["name"], *texts, end.get("reason") or "none yet")
+        table.add_row(run["name"], *texts, run["outcome"])
     return table
 
 
@@ -147,7 +164,7 @@ def copying_line(run: dict[str, Any]) -> str:
     compared_note = "" if copying["compared"] == copying["trained"] else f" (its first {copying['compared']:,} tokens)"
     share = ""
     if copying["share"] is not None:
-        share = f"{copying['share']:.1%} of the samples' 8-grams are in the training text{compared_note}; "
+        share = f"{percent(copying['share'])} of the samples' 8-grams are in the training text{compared_note}; "
     if not copying["longest"]:
         return f"{share}no span of 8 or more tokens is"
     text = " ".join(copying["text"].split())

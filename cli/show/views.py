@@ -111,6 +111,7 @@ def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
         "patterns": pack_array(np.rint(lower * 65535).astype(np.uint16)),
         "kinds": inspect.KINDS,
         "scores": _scores(inspection),
+        "clearest": inspection.clearest,
         "windows": inspection.windows,
         "lens": {"ids": inspection.lens.ids.tolist(), "probabilities": _round(inspection.lens.probabilities, 5)},
         "texts": {str(id): inspect.token_text(tokenizer, id) for id in shown},

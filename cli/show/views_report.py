@@ -7,6 +7,8 @@ from typing import Any
 
 from gpt.insight.report import Report, find_differing_settings, finite
 
+from . import ticks
+
 POINTS = 1000  # Maximum points per curve on a page.
 Tree = dict[str, Any]
 
@@ -71,17 +73,21 @@ def _copying(report: Report) -> Tree | None:
 def report_page(reports: Sequence[Report]) -> Tree:
     """Returns the data of ``pages/report.js``."""
     runs, unit = comparable_runs(reports, POINTS)
+    high, logarithmic, cut = limit_losses(runs)
     for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
         values, nats = run["yardsticks"] or {}, run["bits_per_nat"] if len(runs) == 1 else None
         known = [name for name in ("ppmd", "xz", "unigram", "uniform") if nats and values.get(name) is not None]
-        run["levels"] = {name: values[name] / nats for name in known}  # In nats per token.
+        levels = {name: values[name] / nats for name in known}  # In nats per token.
+        run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
     raw, smooth = describe_smoothing(reports, POINTS)
     return {
         "runs": runs,
         "unit": unit,
+        "loss": {"high": high, "logarithmic": logarithmic, "cut": cut},
+        "warning": warn_of_texts(reports),
         "time": time_unit(reports),
         "raw": raw,
         "smoothing": smooth,
@@ -90,6 +96,9 @@ def report_page(reports: Sequence[Report]) -> Tree:
 
 
 NATS, BITS = "nats per token", "bits per byte"
+OUTCOMES = {
+    None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted",
+}  # fmt: skip
 
 
 def choose_loss_unit(reports: Sequence[Report]) -> str:
@@ -109,10 +118,35 @@ def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tr
     for run in runs:
         if names.count(run["name"]) > 1:
             run["name"] = run["run"]  # Distinguish runs of the same name by path.
+        reason = (run["end"] or {}).get("reason")
+        run["outcome"] = OUTCOMES.get(reason, reason)
         for columns, key in ((run["steps"], "loss"), (run["evals"], "val_loss")):
             if unit == BITS:
                 columns[key] = [loss and finite(loss * run["bits_per_nat"]) for loss in columns[key]]
     return runs, unit
+
+
+def warn_of_texts(reports: Sequence[Report]) -> str | None:
+    """Returns a warning if runs were evaluated on different held-out texts."""
+    texts = {report.held_out for report in reports if report.is_run}
+    return "different held-out texts: their losses cannot be compared" if len(texts) > 1 else None
+
+
+def limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]:
+    """Returns the upper end of the losses' axis, whether it is logarithmic, and what it cuts off. A loss far above the
+    start, or a training loss far below all held-out losses, must not flatten other curves."""
+    losses = [(run["steps"]["loss"], run["evals"]["val_loss"]) for run in runs]
+    known = [[[loss for loss in curve if loss is not None] for curve in curves] for curves in losses]
+    starts = [max(curve[0] for curve in curves if curve) for curves in known if any(curves)]
+    if not starts:
+        return None, False, None
+    high = 1.25 * max(starts)
+    lows = [min(held_out or training) for training, held_out in known if training or held_out]
+    reached = [
+        (run["name"], max(map(max, filter(None, curves)), default=0.0)) for run, curves in zip(runs, known, strict=True)
+    ]
+    above = ", ".join(f"{name} reaches {loss:.3g}" for name, loss in reached if loss > high)
+    return high, ticks.spans_decades(min(lows), high), f"cut at {high:.3g}: {above}" if above else None
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:

@@ -83,9 +83,15 @@ def find_longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
 
 
 def to_printable(token: bytes) -> str:
-    """Returns a token as printable text, with invalid UTF-8 and invisible characters escaped."""
-    text = token.decode("utf-8", "backslashreplace")
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+    """Returns a token as printable text. A byte that is no character of its own becomes ``<0xC3>``, and an invisible
+    character ``\\n`` or ``\\u200b``."""
+
+    def show(c: str) -> str:
+        if "\udc80" <= c <= "\udcff":  # A byte of invalid UTF-8.
+            return f"<0x{ord(c) - 0xDC00:02X}>"
+        return c if c.isprintable() else c.encode("unicode_escape").decode()
+
+    return "".join(map(show, token.decode("utf-8", "surrogateescape")))
 
 
 @dataclass(frozen=True)

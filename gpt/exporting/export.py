@@ -10,13 +10,15 @@ from typing import Literal, get_args
 from torch import Tensor
 
 from gpt.config.export import PAGE_OPTIONS, ExportConfig, FileType, FolderDtype, PageDtype
+from gpt.config.sample import SampleConfig
+from gpt.decoding.write import Sample
 from gpt.exporting import gguf, gguf_tokenizer, html
 from gpt.exporting import transformers_folder as folder
 from gpt.exporting.card import BITS, Comparison, Facts, card
 from gpt.exporting.provenance import KEY
 from gpt.exporting.source import SourceModel
 from gpt.insight.report import find_training_tokens
-from gpt.model.params import named_parameters
+from gpt.model.params import breakdown, named_parameters
 from gpt.model.quantize import Quantized
 from gpt.runs import folder as run_folder
 from gpt.runs import gguf_model
@@ -35,6 +37,7 @@ _TYPES = {  # Types by the value of --dtype.
     "html": {name: name for name in get_args(PageDtype)},
     "folder": {name: name for name in get_args(FolderDtype)},
 }
+_WRITTEN_TOKENS, _ALTERNATIVES = 80, 10  # Tokens of the text that a page opens with, and alternatives to each.
 _DEFAULT_TYPES = {"gguf": "f16", "folder": "float32"}
 
 
@@ -146,8 +149,20 @@ def write_atomically(target: Target) -> Iterator[None]:
             raise
 
 
+def plan_samples(source: SourceModel, target: Target, memory: int) -> tuple[str, int, SampleConfig]:
+    """Returns the prompt, number and settings of the target's samples: those of a card, or the text that a page opens
+    with. A page has none if the model takes more than half of ``memory`` in bytes."""
+    if target.format != "html":
+        return "", target.config.samples, source.sampling.apply(SampleConfig(), ())
+    opening = html.choose_opening(source, target.config)
+    num = int(opening is not None and 8 * breakdown(source.config).trainable <= memory)
+    room = source.config.block_size - len(source.tokenizer.prompt(opening or ""))
+    config = SampleConfig(max_tokens=max(1, min(_WRITTEN_TOKENS, room)), logprobs=_ALTERNATIVES)
+    return opening or "", num, source.sampling.apply(config, ("max_tokens",))
+
+
 def write(
-    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str], on_written: OnWritten
+    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[Sample], on_written: OnWritten
 ) -> tuple[int, int]:
     """Writes the target and returns the numbers of tensors and bytes. Raises OSError, and `UserError` for values that
     the type cannot represent."""
@@ -163,11 +178,11 @@ def write(
     if target.format == "gguf":
         count = gguf.write(target.out, counted_source, target.type, target.out.stem, target.config.license)
     elif target.format == "html":
-        texts = html.describe(source, target.type, target.config, target.out.stem)
+        texts = html.describe(source, target.type, target.config, target.out.stem, next(iter(samples), None))
         tokens = find_training_tokens(source.path, source.tokenizer) if target.config.with_text else None
         count = html.write(target.out, counted_source, target.type, texts, tokens)
     else:
-        count = _write_folder(counted_source, target, comparison, samples)
+        count = _write_folder(counted_source, target, comparison, [sample.text for sample in samples])
     files = [target.out] if target.out.is_file() else target.out.iterdir()
     return count, sum(file.stat().st_size for file in files)
 

@@ -23,6 +23,7 @@ from gpt.config.export import ExportConfig, PageDtype
 from gpt.config.model import GPTConfig
 from gpt.corpus.shards import id_type
 from gpt.corpus.token_folder import TokenFolder
+from gpt.decoding.write import Sample
 from gpt.exporting import page_tokenizer
 from gpt.exporting.card import summary
 from gpt.exporting.chat_pieces import find_pieces
@@ -35,6 +36,7 @@ from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
 from gpt.model.quantize import LEVELS, Quantized, to_tensor
 from gpt.playground.page import MODEL, assemble
+from gpt.runs import folder
 from gpt.system.errors import NotANumber, UserError
 from gpt.system.files import write_pieces
 from gpt.system.words import counted
@@ -89,9 +91,38 @@ def describe_text(tokens: TokenFolder) -> str:
     return f"the page contains the whole training text: {counted(ids, 'token')}, {ids * width * 4 / 3e6:,.2f} MB"
 
 
-def describe(source: SourceModel, dtype: str, config: ExportConfig, name: str) -> dict[str, Any]:
-    """Returns the texts of the header. ``name`` is the title if ``config`` has none."""
-    count = 3 if config.prompts is None else config.prompts
+def _find_prompts(source: SourceModel, config: ExportConfig) -> list[str]:
+    return find_openings(source.path, source.tokenizer, 3 if config.prompts is None else config.prompts)
+
+
+def choose_opening(source: SourceModel, config: ExportConfig) -> str | None:
+    """Returns the beginning of the text that a page opens with. Returns None for a chat, for a page without prompts,
+    and for a run without training text: it may never have seen a text begin."""
+    if config.prompts == 0 or find_pieces(source.tokenizer) is not None:
+        return None
+    return next(iter(_find_prompts(source, config)), None if folder.is_run(source.path.parent) else "")
+
+
+def _describe_written(prompt: str, sample: Sample, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Returns a text as the page generates it: tokens with their alternatives, without an end-of-text."""
+
+    def entry(id: int, logprob: float | None) -> dict[str, Any]:
+        return {"id": id, "bytes": list(tokenizer.decode_bytes([id])), "logprob": round(logprob or 0.0, 4)}
+
+    tokens = (sample.logprobs or [])[: len(sample.tokens)]
+    return {
+        "prompt": prompt,
+        "ids": tokenizer.prompt(prompt),
+        "tokens": [{**entry(token.id, token.logprob), "top": [entry(*each) for each in token.top]} for token in tokens],
+    }
+
+
+def describe(
+    source: SourceModel, dtype: str, config: ExportConfig, name: str, written: Sample | None = None
+) -> dict[str, Any]:
+    """Returns the texts of the header. ``name`` is the title if ``config`` has none. ``written`` continues the
+    opening."""
+    prompts = _find_prompts(source, config)
     return {
         "name": config.title or name,
         "facts": [
@@ -100,7 +131,8 @@ def describe(source: SourceModel, dtype: str, config: ExportConfig, name: str) -
             dtype,
         ],
         "about": [*([config.about] if config.about else []), *summary(source, dtype, config.license)],
-        "prompts": find_openings(source.path, source.tokenizer, count),
+        "prompts": prompts,
+        "written": written and _describe_written(next(iter(prompts), ""), written, source.tokenizer),
         "chat": find_pieces(source.tokenizer),
     }
 

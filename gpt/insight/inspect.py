@@ -215,6 +215,15 @@ class Inspection:
     lens: Lens
     logits: Floats  # (V), for the next token
 
+    @property
+    def clearest(self) -> tuple[int, int]:
+        """The indices of the layer and head with the clearest kind. Ignores the kinds ``first`` and ``itself``."""
+        lifts = [lift for kind in ("previous", "same", "matching") if (lift := self.here.lift(kind)) is not None]
+        if not lifts:
+            return 0, 0
+        at, column = np.unravel_index(np.max(lifts, axis=0).argmax(), lifts[0].shape)
+        return int(at), int(column)
+
 
 def inspect_prompt(
     model: GPT, ids: Sequence[int] | Ints, tokenizer: Tokenizer, layer: int | None = None, head: int | None = None

@@ -157,6 +157,15 @@ class Report:
         return None if self.record.is_taught else self.history.trend
 
     @property
+    def held_out(self) -> tuple[Any, ...]:
+        """What identifies the held-out text: its file, or the sources, and how much of them is held out."""
+        record, settings = self.record, self.record.settings or {}
+        if settings.get("val_text"):
+            return (settings["val_text"],)
+        sources = sorted(str(source.get("sha256")) for source in record.sources or [])
+        return (*sources, settings.get("val_fraction"), settings.get("split_on"), settings.get("field"))
+
+    @property
     def settings(self) -> dict[str, Any]:
         """The resolved settings as one flat table: text, shape, training and machine. Empty for a curve."""
         record = self.record

@@ -60,10 +60,10 @@ const engine = (() => {
       await call(part.className === "text" ? "receiveText" : "receive", [bytes], { transfer: [bytes.buffer] });
     }
     await call("finish", []);
-    const { tokenizer, shape, text, chat, name, facts, about, prompts, settings } = JSON.parse(node.textContent);
+    const { tokenizer, shape, text, chat, name, facts, about, prompts, written, settings } = JSON.parse(node.textContent);
     return {
       id: name, context_length: shape.T, end: tokenizer.eot, ends: tokenizer.ends, specials: tokenizer.specials,
-      chat: Boolean(chat), facts, about, prompts, settings, shape: { layers: shape.L, heads: shape.H }, can_switch: true,
+      chat: Boolean(chat), facts, about, prompts, written, settings, shape: { layers: shape.L, heads: shape.H }, can_switch: true,
       can_trace: Boolean(text),
     };
   }

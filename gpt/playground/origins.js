@@ -52,7 +52,7 @@ function describeOrigin({ length, count, passages, share, span, compared, traine
     item.append(quote, element("span", "soft", passage.length === length ? where : `${where}: ${tokens(passage.length)}`));
     return item;
   }));
-  const sum = share === null ? "" : `Of the ${chat ? "answer" : "generated text"}'s spans of ${span} tokens, ${(100 * share).toFixed(1)} % are in the training text.`;
+  const sum = share === null ? "" : `Of the ${chat ? "answer" : "generated text"}'s spans of ${span} tokens, ${percent(share)} are in the training text.`;
   return [element("p", "", summary + common + part), quotes, element("p", "soft", sum)];
 }
 

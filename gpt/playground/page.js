@@ -83,6 +83,13 @@ function describeModel() {
   draw();
 }
 
+// Shows the text that the model wrote when the page was exported.
+function showWritten({ prompt, ids, tokens }) {
+  const run = { base: ids }, list = prompt ? [{ text: prompt }] : [];
+  for (const token of tokens) addToken(list, token, run);
+  setParts(showIncomplete(list, true));
+}
+
 async function load() {
   try {
     const info = await engine.info(), isNew = model.end === undefined;
@@ -99,6 +106,7 @@ async function load() {
       }
       await setMode(!chat);
     }
+    if (isNew && model.written && !field.value) showWritten(model.written);
     count();
   } catch (error) {
     fail(error);
@@ -475,7 +483,7 @@ function shown({ id, bytes }) {
     const names = { " ": "·", "\n": "\\n", "\r": "\\r", "\t": "\\t" };
     return text.replace(/[ \n\r\t]/g, (c) => names[c]).replace(/[\p{Cc}\p{Cf}\p{Zl}\p{Zp}]/gu, (c) => `\\u{${c.codePointAt(0).toString(16)}}`);
   } catch {
-    return bytes.map((byte) => `\\x${byte.toString(16).padStart(2, "0")}`).join("");
+    return bytes.map((byte) => `<0x${byte.toString(16).toUpperCase().padStart(2, "0")}>`).join("");
   }
 }
 
@@ -674,6 +682,10 @@ for (const label of document.querySelectorAll("#settings label")) {
   while ((node = node.nextElementSibling).tagName !== "P") node.setAttribute("aria-describedby", `${label.htmlFor}-hint`);
   node.id = `${label.htmlFor}-hint`;
 }
+const showTune = () => { $("tune").open = !isNarrow.matches; };
+isNarrow.addEventListener("change", showTune);
+showTune();
+$("settings").addEventListener("invalid", () => { $("tune").open = true; }, true);
 $("settings").addEventListener("input", () => {
   for (const node of $("settings").querySelectorAll("input")) node.setAttribute("aria-invalid", !node.validity.valid);
 });

@@ -1,4 +1,4 @@
-"""Formats counts, and values as JSON."""
+"""Formats counts, shares, and values as JSON."""
 
 import json
 import math
@@ -8,6 +8,11 @@ from typing import Any
 def counted(n: int, singular: str, plural: str = "") -> str:
     """Returns ``1 step`` or ``2,000 steps``. Irregular plurals are given as ``plural``."""
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
+
+
+def percent(share: float) -> str:
+    """Returns a share as ``5.69 %``, or ``< 0.01 %`` if that would round to 0."""
+    return "< 0.01 %" if 0 < share < 0.00005 else f"{100 * share:.2f} %"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:

@@ -44,7 +44,7 @@ def test_terminal_output_of_attention_matches_the_json(gpt: Gpt, run_folder: Pat
         tenths = [0 if mark == "." else int(mark) for mark in row.split()]
         assert len(tenths) == sum(share > 0 for share in shares)
         assert all(abs(tenth - 10 * share) <= 1 for tenth, share in zip(tenths, shares, strict=False))
-    assert f"{values['next'][0]['probability']:.3f}" in result.out
+    assert f"{100 * values['next'][0]['probability']:.2f} %" in result.out
     assert "what heads mostly attend to" in gpt("inspect", "attention", PROMPT, "-m", run_folder).out
 
 

@@ -31,8 +31,8 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     requested_urls: list[str] = []
     pages = []
 
-    def open_file(path: Path, **settings: Any) -> Any:
-        page = browser.new_page(viewport={"width": 1200, "height": 900}, **settings)
+    def open_file(path: Path, width: int = 1200, **settings: Any) -> Any:
+        page = browser.new_page(viewport={"width": width, "height": 900}, **settings)
         page.set_default_timeout(60_000)
         pages.append(page)
         page.on("console", lambda message: console_messages.append(message.text))
@@ -58,9 +58,14 @@ def attention(gpt: Gpt, run_folder: Path, workdir: Path) -> tuple[Path, dict[str
 
 
 def read_share(text: str) -> float:
-    match = re.search(r"gives (\d\.\d+) to", text)
+    """Returns the first share in a text, such as ``5.69 %``."""
+    match = re.search(r"(\d+\.\d\d) %", text)
     assert match, text
-    return float(match[1])
+    return float(match[1]) / 100
+
+
+def show_share(share: float | None) -> str:
+    return "–" if share is None else "< 0.01 %" if 0 < share < 0.00005 else f"{100 * share:.2f} %"
 
 
 def test_attention_page_shows_the_values_of_the_json(open_page: Any, attention: tuple[Path, dict[str, Any]]) -> None:
@@ -68,6 +73,15 @@ def test_attention_page_shows_the_values_of_the_json(open_page: Any, attention: 
     page = open_page(path)
     assert page.inner_text("#strip").replace("·", " ") == PROMPT  # The prompt is never markup.
     assert page.locator("script").count() == 2
+    lifts = {
+        (score["layer"], score["head"]): max(
+            (score["prompt"][kind] - score["chance"]["prompt"][kind]) / (1 - score["chance"]["prompt"][kind])
+            for kind in ("previous", "same", "matching") if score["prompt"][kind] is not None
+        )
+        for score in values["scores"]
+    }  # fmt: skip
+    layer, head = max(lifts, key=lambda place: lifts[place])
+    assert page.get_attribute("button[aria-pressed='true']", "aria-label").startswith(f"layer {layer}, head {head}")
     for scores in values["scores"]:
         layer, head = scores["layer"], scores["head"]
         page.click(f'button[data-layer="{layer}"][data-head="{head}"]')
@@ -76,12 +90,12 @@ def test_attention_page_shows_the_values_of_the_json(open_page: Any, attention: 
         expected = [share for kind in scores["prompt"] for share in (
             scores["prompt"][kind], values["chance"]["prompt"][kind], scores["probe"][kind], values["chance"]["probe"][kind],
         )]  # fmt: skip
-        assert cells == [pytest.approx("–") if x is None else f"{x:.3f}" for x in expected]
+        assert cells == list(map(show_share, expected))
         for query in (0, 3, len(values["tokens"]) - 1):
             page.locator("#strip .token").nth(query).hover()
             listed = page.locator("#attends td.number").all_inner_texts()
             row = sorted(values["patterns"][layer][head][query][: query + 1], reverse=True)
-            assert [float(x) for x in listed] == pytest.approx(row[:8], abs=6e-4)
+            assert list(map(read_share, listed)) == pytest.approx(row[:8], abs=6e-5)
             assert read_share(page.inner_text("#readout")) == pytest.approx(row[0], abs=6e-4)
     average = [[sum(x) / len(x) for x in zip(*rows, strict=True)] for rows in zip(*values["patterns"][1], strict=True)]
     page.click('button[data-layer="1"][data-head="-1"]')
@@ -138,7 +152,9 @@ def test_next_token_probabilities_equal_gpt_sample(
         assert len(rows) == 25
         for row in rows:
             id = int(row.get_attribute("data-id"))
-            assert float(row.locator(".now").inner_text()) == pytest.approx(float(expected[id]), abs=6e-5)
+            assert row.locator(".now").inner_text() == "< 0.01 %" or read_share(
+                row.locator(".now").inner_text()
+            ) == pytest.approx(float(expected[id]), abs=6e-5)
         count = int((expected > 0).sum())
         assert page.inner_text("#next-facts").startswith(f"{count:,} of {len(logits):,} tokens can be drawn")
 
@@ -223,11 +239,11 @@ def test_sliding_window_is_shown(open_page: Any, workdir: Path) -> None:
     assert page.locator(".heads .label").all_inner_texts() == ["all", "layer 0", "layer 1, window 3"]
     page.click('button[data-layer="1"][data-head="2"]')
     assert page.inner_text("#readout").startswith("layer 1, window 3, head 2: ")
-    shares = [float(x) for x in page.locator("#attends td.number").all_inner_texts()]
+    shares = [read_share(x) for x in page.locator("#attends td.number").all_inner_texts()]
     assert sum(shares) == pytest.approx(1, abs=0.01) and sum(share > 0 for share in shares) == 3
     chances = [row.locator("td.number").all_inner_texts()[1] for row in page.locator("#facts tbody tr").all()]
     expected = [look.here.chance[kind] for kind in inspect.KINDS]
-    assert chances == ["–" if chance is None else f"{chance[1]:.3f}" for chance in expected]
+    assert chances == [show_share(None if chance is None else chance[1]) for chance in expected]
 
 
 def test_data_cannot_end_its_script_tag() -> None:
@@ -248,6 +264,7 @@ def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_
         cells = row.locator("td").all_inner_texts()
         assert cells[0] == str(run["steps"]["step"][-1])
         loss = (run["end"] or {}).get("val_loss") or run["best"]["val_loss"]
+        assert cells[-1] == ("all steps done" if run["end"] else "not finished")
         assert cells[3] == f"{loss:.4f}"
     charts = "figure[data-chart='loss'] path"
     charts = f"{charts}.curve:not(.key *)"
@@ -266,13 +283,17 @@ def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_
     chart.focus()
     page.keyboard.press("ArrowRight")
     assert "two held-out" in page.locator("figure[data-chart='loss'] p").inner_text()
-    assert page.locator("#settings tr.differs th").all_inner_texts() == ["lr"]
-    page.check("#only")
-    assert page.locator("#settings tbody td").all_inner_texts() == [str(run["settings"]["lr"]) for run in values]
+    assert page.locator("h2").all_inner_texts() == ["Results", "Curves", "Samples", "Copying", "Settings"]
+    differing, others = page.locator(".scroll[aria-label*='settings'] tbody").all()
+    assert differing.inner_text().split() == ["lr", *(str(run["settings"]["lr"]) for run in values)]
+    assert others.is_hidden()
+    page.click("summary")
+    assert "batch_tokens" in others.inner_text()
     longest = values[1]["samples"][-1]["longest_text"].rstrip("\r\n")
     assert page.locator("[data-sample='1'] mark").inner_text() == longest
     mark, origins = page.locator("[data-sample='1'] mark"), page.locator(".origins").last
     assert origins.is_hidden()
+    assert mark.evaluate("each => getComputedStyle(each).backgroundColor") != "rgb(255, 255, 0)"
     mark.focus()
     page.keyboard.press("Enter")
     assert mark.get_attribute("aria-pressed") == "true"
@@ -287,6 +308,53 @@ def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_
     page.keyboard.press("ArrowLeft")
     assert page.locator("[data-sample='1']").inner_text() == "</script><b>Zürich</b>"
     assert origins.is_hidden()
+
+
+def test_overfitted_run_does_not_flatten_others(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    """The training loss of the second run falls to 0.0001, its held-out loss rises to 90, and its text is another."""
+    lines = [json.loads(line) for line in Path("two/metrics.jsonl").read_text().splitlines()]
+    losses = {"step": ("loss", 1e-4), "eval": ("val_loss", 90.0)}
+    for name, (key, value) in losses.items():
+        next(line for line in reversed(lines) if line["event"] == name)[key] = value
+    Path("two/metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    record = json.loads(Path("two/run.json").read_text())
+    record["sources"][0]["sha256"] = "another"
+    Path("two/run.json").write_text(json.dumps(record))
+    assert gpt("report", "one", "two", "-o", "r.html").code == 0
+    page, in_terminal = open_page(Path("r.html")), gpt("report", "one", "two").out
+    labels = page.locator("figure[data-chart='loss'] .y text").all_text_contents()
+    assert max(map(float, labels)) < 10
+    for shown in (page.inner_text("main"), in_terminal):
+        assert "two reaches 90" in shown
+        assert "different held-out texts" in shown
+    assert gpt("report", "one", "-o", "one.html").code == 0
+    assert open_page(Path("one.html")).locator(".warn").count() == 0
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_fit_the_window_and_scroll_with_the_keyboard(
+    open_page: Any, gpt: Gpt, two_runs: list[Path], width: int
+) -> None:
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(257, 32, 2, 8, 32)).eval()
+    look = inspect.inspect_prompt(model, list(b"The king is dead, long live \xff"), bytes_tokenizer())
+    Path("a.html").write_bytes(pages.html("attention", "a", views.attention_page(look, bytes_tokenizer(), "a")))
+    assert gpt("report", *two_runs, "-o", "r.html").code == 0
+    assert gpt("params", "gpt2", "gpt3-175b", "-o", "p.html").code == 0
+    assert gpt("inspect", "neighbors", "cat", "-m", two_runs[0], "-o", "n.html").code == 0
+    scrolls = """() => [...document.querySelectorAll("*")].filter((each) => /auto|scroll/.test(getComputedStyle(each).overflowX))
+        .filter((each) => each.tabIndex !== 0 || !each.ariaLabel).map((each) => each.outerHTML.slice(0, 80))"""
+    for name in "arpn":
+        page = open_page(Path(f"{name}.html"), width)
+        page.evaluate("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+        assert page.evaluate("document.documentElement.scrollWidth") == width, name
+        assert page.evaluate(scrolls) == []
+        if name == "a":
+            assert "<0xFF>" in page.inner_text("#strip")
+            answer = page.locator("#lens tr").last.locator("td").last.bounding_box()
+            assert answer["x"] > 0 and answer["x"] + answer["width"] <= width
+            head = page.locator(".heads button").last.bounding_box()
+            assert width == 390 or head["x"] + head["width"] <= width
 
 
 def test_report_of_a_run_has_yardsticks(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:

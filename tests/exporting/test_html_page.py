@@ -302,6 +302,28 @@ def test_generate_is_gpt_sample(run_folder: Path, open_page: Open, tmp_path: Pat
         )
 
 
+def test_page_opens_with_a_written_text(run_folder: Path, open_page: Open, tmp_path: Path) -> None:
+    """Its tokens have alternatives, and the model continues them as it continues their ids."""
+    api.export(run_folder, tmp_path / "model.html", dtype="float32")
+    page = open_page(tmp_path / "model.html")
+    prompt, written = page.evaluate("[model.prompts[0], model.written]")
+    model = api.load(run_folder, dtype="float32")
+    size = model.model.config.block_size
+    writing = model.write(prompt, SampleConfig(max_tokens=min(80, size - len(written["ids"]))))
+    assert page.input_value("#text") == prompt + "".join(writing)
+    ids = [*model.tokenizer.prompt(prompt), *writing.sample.tokens]
+    assert page.evaluate("knownIds()") == ids
+    assert page.locator("#shade .token").count() == len(writing.sample.tokens) > 1
+    assert page.is_hidden("#prompts")
+    page.fill("#temperature", "0")
+    page.fill("#max_tokens", "5")
+    page.click("#go")
+    page.wait_for_selector("#status:text('.')")
+    assert ids_of(complete(page, ids, temperature=0, max_tokens=5)) == page.evaluate("knownIds()")[len(ids) :]
+    api.export(run_folder, tmp_path / "empty.html", prompts=0)
+    assert open_page(tmp_path / "empty.html").input_value("#text") == ""
+
+
 def test_chat_has_the_date_of_today(open_page: Open, tmp_path: Path) -> None:
     template = (
         "{% for message in messages %}{{ strftime_now('%A %a, %d %m %B %b %Y %y: ') + message.content }}{% endfor %}"
@@ -387,7 +409,7 @@ def test_panel_shows_the_passages_around_a_token(run_folder: Path, open_page: Op
             "([start, length]) => Math.min(length, start + length - parts.find((part) => part.run).run.base.length)",
             [found["start"], found["length"]],
         )
-        assert f"{100 * found['share']:.1f} %" in page.inner_text("#origins")
+        assert f"{100 * found['share']:.2f} %" in page.inner_text("#origins")
     page.keyboard.press("Escape")
     assert page.locator("#likely").is_hidden()
     assert page.locator(".token.copied").count() == 0

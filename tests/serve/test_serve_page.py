@@ -183,6 +183,8 @@ def open_chat(open_page: Callable[..., Any], chat_address: str) -> Callable[...,
 
 def write_text(page: Any, text: str | None = None, wait: bool = True, **settings: Any) -> str:
     """Types text and settings, generates, and returns the new text."""
+    if settings:
+        page.evaluate("$('tune').open = true")
     for name, value in settings.items():
         page.fill(f"#{name}", str(value))
     if text is not None:
@@ -195,6 +197,8 @@ def write_text(page: Any, text: str | None = None, wait: bool = True, **settings
 
 
 def send_message(page: Any, content: str, wait: bool = True, **settings: Any) -> None:
+    if settings:
+        page.evaluate("$('tune').open = true")
     for name, value in settings.items():
         page.fill(f"#{name}", str(value))
     page.fill("#question", content)
@@ -495,9 +499,9 @@ def test_partial_characters_are_joined(open_page: Any) -> None:
     assert write_text(page, "x") == "x\ufeffa🐕\nb\ufffdc\ufffd"
     assert [token["text"] for token in read_marks(page)] == ["\ufeffa", "", "", "🐕\n", "b", "", "\ufffdc\ufffd"]
     page.evaluate("open(2)")
-    assert read_alternatives(page)[0][0] == "\\xf0"
+    assert read_alternatives(page)[0][0] == "<0xF0>"
     page.click("#after")
-    assert read_alternatives(page)[0][0] == "\\x9f\\x90"
+    assert read_alternatives(page)[0][0] == "<0x9F><0x90>"
     page.unroute("**/v1/**completions")
     mock_answer(page, make_entry(b"\xa9!", 310))
     assert write_text(page) == "x\ufeffa🐕\nb\ufffdcé!"  # Generation continues inside a character.
@@ -569,6 +573,9 @@ def test_text_can_exceed_the_context(open_page: Any) -> None:
 @pytest.mark.parametrize("scheme", ["light", more("dark")])
 def test_page_fits_a_phone_with_enough_contrast(open_page: Any, scheme: str) -> None:
     page = open_page(width=360, color_scheme=scheme)
+    assert page.is_hidden("#settings")
+    tops = page.locator("#go, #tune summary, .legend").evaluate_all("all => all.map((each) => each.offsetTop)")
+    assert tops == sorted(tops)
     write_text(page, "a" * 300 + " the cat", max_tokens=60, temperature=1.5)
     page.evaluate("open(parts.findLastIndex((part) => part.run && part.text.trim()))")
     page.click("summary")
@@ -1255,7 +1262,7 @@ def test_passages_fit_a_phone_and_can_be_read(open_page: Callable[..., Any], sch
         "first 10 tokens",
         "<img src=x",
         "line 56,789: 2 tokens",
-        "25.0 %",
+        "25.00 %",
     ):
         assert part in shown, part
     box = page.locator("#likely").bounding_box()
