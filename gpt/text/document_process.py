@@ -114,7 +114,7 @@ def decode(data: bytes, encoding: str, errors: str, label: str = "", is_html: bo
     declares. If there is none, or if it is not the right one, decodes it as ``encoding``."""
     import webencodings
 
-    found = webencodings.lookup(label) if label else None
+    found = webencodings.lookup(label.replace("latin-", "latin")) if label else None
     declared = found.codec_info.name if found is not None else _declared_encoding(data) if is_html else None
     declared = next((name for bom, name in _BOMS.items() if data.startswith(bom)), declared)
     text = None
@@ -655,7 +655,8 @@ def _gap_between(above: Row, row: Row, pitch: float | None) -> int:
         return BLANK
     if pitch is not None and row.left > above.left + 0.8 * row.size and (has_room or ends_sentence):
         return BLANK
-    return LINE if has_room or _BULLET.match(row.text) else SPACE
+    is_table = "\t" in above.text and "\t" in row.text
+    return LINE if has_room or is_table or _BULLET.match(row.text) else SPACE
 
 
 def _join(columns: list[list[Row]]) -> str:

@@ -137,7 +137,10 @@ def _download_errors(url: str, target: Path) -> Iterator[None]:
     except _BadDownload as error:
         raise WorkError(f"{url} {error}", hint) from None
     except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
-        cause = error if isinstance(error, urllib.error.HTTPError) else getattr(error, "reason", error)
+        cause = getattr(error, "reason", error)
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+            cause = error
         raise WorkError(f"cannot download {url}: {cause}", hint) from None
     except OSError as error:
         space = "free up space, or set GPT_CACHE_DIR to another folder"

