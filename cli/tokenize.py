@@ -1,5 +1,6 @@
 """``gpt tokenize``."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -28,8 +29,10 @@ def tokenize(
     start_time = time.perf_counter()
     is_resumed = settings.resume and Path(settings.out or "").is_dir()
     inputs.announce_stdin(text)
+    from gpt.text.documents import Skipped
     from gpt.text.tokenize import tokenize_texts
 
+    Skipped.limit = sys.maxsize if json else Skipped.limit
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
     render_data.tokens(folder, time.perf_counter() - start_time, json, is_resumed)

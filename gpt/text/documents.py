@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from gpt.config import ReadConfig
 from gpt.errors import UserError, WorkError
@@ -46,7 +46,6 @@ class Chunk:
 
 
 OnNote = Callable[[str], None]
-MAX_NAMED = 10  # Maximum skipped items that are named.
 
 
 @dataclass
@@ -54,13 +53,14 @@ class Skipped:
     """The number of files, members, lines and rows skipped by ``--skip-bad``. ``note`` is called with the first
     errors."""
 
+    limit: ClassVar[int] = 10  # How many skipped items are named.
     note: OnNote = lambda note: None
     count: int = 0
 
     def add(self, error: UserError) -> None:
         """Counts an error."""
         self.count += 1
-        if self.count <= MAX_NAMED:
+        if self.count <= self.limit:
             self.note(f"skipped: {error.message}")
 
 

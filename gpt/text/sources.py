@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from gpt.distribution import install, install_extra
 from gpt.errors import UserError, WorkError, did_you_mean
 from gpt.text import catalogue
-from gpt.text.documents import MAX_NAMED, OnNote, Skipped, is_plain
+from gpt.text.documents import OnNote, Skipped, is_plain
 from gpt.text.download import OnBytes, ignore
 from gpt.text.formats import SAMPLE, guess_wide
 from gpt.text.token_folder import is_token_folder
@@ -63,7 +63,7 @@ def find(
         for source in finder.sources(text, on_bytes):
             unique.setdefault(identity(source), source)
     for kind, paths in finder.skipped_paths.items():
-        names = ", ".join(list(paths.values())[:MAX_NAMED]) + (" …" if len(paths) > MAX_NAMED else "")
+        names = ", ".join(list(paths.values())[: Skipped.limit]) + (" …" if len(paths) > Skipped.limit else "")
         note(f"skipped {kind}: {len(paths):,}: {names}")
     return list(unique.values())
 

@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -136,7 +137,9 @@ def start_program(name: str, settings: Mapping[str, Any], owner: object) -> "sub
     """Starts a program of this folder and sends it a line of ``settings``. It ends at the latest with ``owner``."""
     pipe, program = subprocess.PIPE, str(Path(__file__).with_name(name))
     # Without -P, files next to the program would shadow standard modules.
-    process = subprocess.Popen([sys.executable, "-P", program], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [sys.executable, "-P", program], stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, start_new_session=True
+    )
     weakref.finalize(owner, end_program, process)
     assert process.stdin is not None
     with contextlib.suppress(OSError):  # The process has ended.
@@ -146,6 +149,9 @@ def start_program(name: str, settings: Mapping[str, Any], owner: object) -> "sub
 
 
 def end_program(process: "subprocess.Popen[bytes]") -> None:
-    """Kills a program."""
+    """Kills a program, and those that it started."""
+    if process.poll() is None and hasattr(os, "killpg"):
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
     process.kill()
     process.communicate()
