@@ -120,7 +120,7 @@ def check(
 
 @app.command("fetch")
 def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
-    """Download a corpus into the cache, or resume an interrupted download.
+    """Download a corpus into the cache.
 
     gpt data fetch shakespeare
     """

@@ -1,5 +1,6 @@
 """``gpt tokenize``."""
 
+import sys
 import time
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,9 @@ def tokenize(
     is_resumed = settings.resume and Path(settings.out or "").is_dir()
     inputs.announce_stdin(text)
     from gpt.corpus.tokenize import tokenize_texts
+    from gpt.documents.documents import Skipped
 
+    Skipped.limit = sys.maxsize if json else Skipped.limit
     with progress.TrainDisplay(quiet) as display:
         folder = tokenize_texts(text, settings, display)
     data = views_results.tokens(folder, time.perf_counter() - start_time, is_resumed)

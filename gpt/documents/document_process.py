@@ -1,13 +1,14 @@
-"""Extracts the text of HTML, EPUB, DOCX and PDF files. `gpt.documents.extract` runs this program in a separate process:
-a hostile file can loop forever, allocate gigabytes or crash a C library, and Python cannot stop a thread.
+"""Extracts the text of documents. `gpt.documents.extract` runs this program in a separate process: a hostile file can
+loop forever, allocate gigabytes or crash a C library, and Python cannot stop a thread.
 
 The first line of stdin is an object of limits. A request is a line ``{"kind", "encoding", "errors"}`` and blocks of the
 file, each after a line with its size; a size of 0 ends the file. The program answers with a line ``{"size",
 "replaced"}`` and that many bytes of UTF-8, or with a line ``{"error", "hint"}`` or ``{"missing"}``. An answer that
 takes longer than ``seconds``, plus one per ``rate`` bytes, ends the process.
 
-Blank lines separate paragraphs and headings, line breaks separate list items and table rows, and tabs separate cells.
-The program imports nothing from gpt.
+EPUB and DOCX files become HTML, and so does what pandoc reads; one function makes text of HTML. Blank lines separate
+paragraphs and headings, line breaks separate list items and table rows, and tabs separate cells. The program imports
+nothing from gpt.
 """
 
 import codecs
@@ -18,19 +19,23 @@ import json
 import os
 import posixpath
 import re
+import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import unicodedata
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from html.parser import HTMLParser
+from html import escape
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
-from xml.parsers import expat
+from xml.etree import ElementTree
 
 _GET_AGAIN = "get it again, or skip it with --skip-bad"
 _RENAME = "rename it if it has another format, or skip it with --skip-bad"
@@ -49,13 +54,13 @@ _GAPS = ("", " ", "\t", "\n", "\n\n")
 
 
 class Text:
-    """Text in pieces. Between two pieces is one gap, the largest that was requested, or none."""
+    """Text in pieces. Between two pieces is one gap, the largest that was requested, and then the requested tabs."""
 
     longest = 2**26  # Maximum characters.
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
-        self.length, self.pending = 0, 0
+        self.length, self.pending, self.tabs = 0, 0, 0
 
     def gap(self, size: int) -> None:
         """Requests a gap before the next piece."""
@@ -64,11 +69,12 @@ class Text:
     def write(self, piece: str) -> None:
         """Appends a piece. Raises `Unreadable` if the text becomes too long."""
         if piece:
-            gap = _GAPS[self.pending] if self.pieces else ""
-            if gap and self.pending != SPACE:
+            gap = _GAPS[self.pending] if self.pieces and not (self.tabs and self.pending < LINE) else ""
+            gap += "\t" * self.tabs
+            if gap not in ("", " ") and self.pieces:
                 self.pieces[-1] = self.pieces[-1].rstrip()
             self.pieces += (gap, piece)
-            self.pending = 0
+            self.pending = self.tabs = 0
             self.length += len(gap) + len(piece)
             if self.length > self.longest:
                 raise Unreadable(f"has more than {self.longest:,} characters", "split it into several files")
@@ -79,117 +85,225 @@ class Text:
 
 _BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
          codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
-_DECLARED = re.compile(
-    rb"""<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]+)|<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]+)""", re.IGNORECASE
-)
-# Browsers read these labels so. A file whose declaration is readable as ASCII is not UTF-16.
-_BROWSER_CODECS = {"iso8859-1": "cp1252", "ascii": "cp1252", "gb2312": "gb18030", "gbk": "gb18030", "utf-16": "utf-8"}
-
-
+_XML_ENCODING = re.compile(rb"""\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]+)""")
 _replaced = {"bytes": 0}  # Invalid bytes replaced by U+FFFD in the current file.
+# Browsers map the bytes that Windows' code pages leave undefined to control characters.
+codecs.register_error("gpt.c1", lambda error: ("".join(map(chr, error.object[error.start : error.end])), error.end))  # type: ignore[attr-defined]
 
 
-def decode(data: bytes, encoding: str, errors: str) -> str:
-    """Decodes HTML by its byte-order mark, otherwise by the encoding that it declares, otherwise as ``encoding``."""
-    if (declared := _DECLARED.search(data[:4096])) is not None:
-        with contextlib.suppress(LookupError, ValueError):
-            label = codecs.lookup((declared[1] or declared[2]).decode()).name
-            label = _BROWSER_CODECS.get(label, label)
-            b"a".decode(label)  # Raises LookupError for codecs that are not text encodings.
-            encoding = label
-    encoding = next((name for bom, name in _BOMS.items() if data.startswith(bom)), encoding)
+def _declared_encoding(data: bytes) -> str | None:
+    """Returns the encoding that HTML or XML declares, as browsers read labels."""
+    import webencodings
+    from selectolax.lexbor import LexborHTMLParser
+
+    match = _XML_ENCODING.match(data)
+    labels = [match[1].decode()] if match else []
+    for meta in LexborHTMLParser(data[:4096].decode("latin-1")).css("meta"):
+        values = meta.attributes
+        is_type = (values.get("http-equiv") or "").lower() == "content-type"
+        content = re.search(r"charset\s*=\s*[\"']?\s*([\w.:-]+)", values.get("content") or "", re.IGNORECASE)
+        labels += [values.get("charset") or (content[1] if is_type and content else "")]
+    for encoding in filter(None, map(webencodings.lookup, labels)):
+        # A file whose declaration is readable as ASCII is not UTF-16.
+        return "utf-8" if encoding.name.startswith("utf-16") else str(encoding.codec_info.name)
+    return None
+
+
+def decode(data: bytes, encoding: str, errors: str, label: str = "", is_html: bool = True) -> str:
+    """Decodes text by its byte-order mark, otherwise by the ``label`` from outside it or the encoding that HTML
+    declares. If there is none, or if it is not the right one, decodes it as ``encoding``."""
+    import webencodings
+
+    found = webencodings.lookup(label.replace("latin-", "latin")) if label else None
+    declared = found.codec_info.name if found is not None else _declared_encoding(data) if is_html else None
+    declared = next((name for bom, name in _BOMS.items() if data.startswith(bom)), declared)
+    text = None
+    if declared is not None:
+        with contextlib.suppress(UnicodeDecodeError):
+            text = data.decode(declared, "gpt.c1" if declared.startswith("cp125") else "strict")
+        if text is None and encoding == "utf-8":
+            encoding = declared
     try:
-        text = data.decode(encoding, errors)
-        if errors == "replace":
-            _replaced["bytes"] += text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
+        if text is None:
+            text = data.decode(encoding, errors)
+            if errors == "replace":
+                _replaced["bytes"] += text.count("\ufffd") - data.decode(encoding, "ignore").count("\ufffd")
     except UnicodeDecodeError as error:
         where = f"byte 0x{data[error.start]:02x} at offset {error.start:,}"
         raise Unreadable(f"is not {encoding}: {where}", "use --encoding, --errors replace or --skip-bad") from None
     if "\0" in text:
         raise Unreadable("is not text: it has a zero byte", _RENAME)
-    return text
+    return text.replace("\r\n", "\n")
 
 
-_is_void = re.compile("area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr").fullmatch
+_VOID = "area|base|br|col|embed|hr|img|input|link|meta|param|source|track|wbr"
 _is_skipped = re.compile(
-    "audio|button|canvas|datalist|footer|iframe|nav|noscript|object|rp|rt|script|select|style|svg|template|textarea"
-    "|title|video|navigation|banner|contentinfo|search"  # The last four are roles.
+    "-comment|annotation|annotation-xml|audio|button|canvas|datalist|dialog|footer|head|iframe|nav|noscript|object|rp|rt"
+    "|script|select|style|svg|template|textarea|title|video"
+    "|navigation|banner|contentinfo|search|pagebreak|noteref|doc-(pagebreak|noteref|backlink|toc)"  # These are roles.
 ).fullmatch
 _is_paragraph = re.compile(
     "address|article|aside|blockquote|body|details|dl|fieldset|figure|footer|form|h[1-6]|header|hr|main|nav|ol|p|pre"
     "|section|table|ul"
 ).fullmatch
 _is_line = re.compile("caption|center|dd|div|dt|figcaption|legend|li|option|summary|tbody|tfoot|thead|tr").fullmatch
-_is_cell = re.compile("td|th").fullmatch
-_closes_itself = re.compile("dd|dt|li|option|p|td|th|tr").fullmatch  # The next element of this kind closes it.
+_is_inline = re.compile("a|abbr|b|em|font|i|mjx-math|small|span|strong|sub|sup").fullmatch
 _SPACES = re.compile(r"[ \t\n\r\f]+")
-_INVISIBLE = re.compile(r"display\s*:\s*none")
+_INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
+_DISPLAY = re.compile(r"^\{\\displaystyle (.*)\}$", re.DOTALL)  # Wikipedia's formulas.
+MAX_SPAN = 100  # Columns or rows of a table cell.
 
 
-class Page(HTMLParser):
-    """The visible text of an HTML page, without navigation, forms and footers. ``main`` is the text of ``<main>``."""
+def _is_hidden(node: Any) -> bool:
+    """Whether a reader does not see an element, or sees no text of the page in it."""
+    if _is_skipped(node.tag):
+        return True
+    values = node.attributes
+    roles = f"{values.get('role') or ''} {values.get('epub:type') or ''}".split()
+    is_formula = "mathml" in (values.get("class") or "")  # KaTeX and Wikipedia hide the MathML of a formula.
+    is_invisible = "hidden" in values or bool(_INVISIBLE.search(values.get("style") or ""))
+    is_copy = values.get("aria-hidden") == "true" and bool(_is_inline(node.tag))
+    return any(map(_is_skipped, roles)) or is_copy or (is_invisible and not is_formula)
 
-    def __init__(self, data: str) -> None:
-        super().__init__()
-        self.text, self.main = Text(), Text()
-        # The open elements: the name, and whether it is hidden, preformatted, and inside <main>.
-        self.open = [("", False, False, False)]
-        self.feed(data)
-        self.close()
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Opens an element."""
-        if _closes_itself(tag) and self.open[-1][0] == tag:
-            self.handle_endtag(tag)
+def _span(node: Any, name: str) -> int:
+    value = node.attributes.get(name) or ""
+    return min(int(value), MAX_SPAN) if value.isascii() and value.isdigit() and len(value) < 9 else 1
+
+
+@dataclass(slots=True)
+class _Table:
+    """The state of an open table."""
+
+    spans: dict[int, int]  # How many more rows the cell above covers, by column.
+    column: int = 0
+    cell_start: int = 0  # How many pieces of text were before the open cell.
+    is_layout: bool = False  # Whether the last cell had several lines, which tabs do not separate.
+
+
+class _Page:
+    """Collects the text of an HTML element. ``is_hidden`` says which elements have no text."""
+
+    def __init__(self, root: Any, is_hidden: Callable[[Any], bool] = _is_hidden) -> None:
+        self.text = Text()
+        self.preformatted = 0  # How many open elements are <pre>.
+        self.tables: list[_Table] = []
+        node, depth = root, 0  # Without recursion, because elements can be nested deep.
+        while True:
+            if node.tag == "-text" or not is_hidden(node):
+                child = self._open(node)
+                if child is not None:
+                    node, depth = child, depth + 1
+                    continue
+                self._close(node)
+            while depth and node.next is None:
+                node, depth = node.parent, depth - 1
+                self._close(node)
+            if not depth:
+                return
+            node = node.next
+
+    def _open(self, node: Any) -> Any:
+        """Opens an element or adds text. Returns the first child to visit."""
+        tag = node.tag
+        if tag == "-text":
+            self._write(node.text_content or "")
+            return None
+        if tag == "math" and (formula := node.css_first('annotation[encoding="application/x-tex"]')) is not None:
+            self._write(_DISPLAY.sub(r"\1", formula.text()))
+            return None
         self._separate(tag)
-        if not _is_void(tag):
-            values = dict(attrs)
-            role, style = values.get("role") or "", values.get("style") or ""
-            is_skipped = bool(_is_skipped(tag) or _is_skipped(role) or "hidden" in values or _INVISIBLE.search(style))
-            _, was_hidden, was_pre, was_main = self.open[-1]
-            is_main = tag == "main" or role == "main"
-            self.open.append((tag, was_hidden or is_skipped, was_pre or tag == "pre", was_main or is_main))
+        self.preformatted += tag == "pre"
+        if tag == "table":
+            self.tables.append(_Table({}))
+        elif self.tables and tag == "tr":
+            self.tables[-1].column = self.text.tabs = 0
+        elif self.tables and tag in ("td", "th"):
+            self._open_cell(self.tables[-1], _span(node, "rowspan"), _span(node, "colspan"))
+        return node.first_child
 
-    def handle_endtag(self, tag: str) -> None:
-        """Closes an element and the open elements inside it."""
-        if any(name == tag for name, *_ in self.open[1:]):
-            while self.open.pop()[0] != tag:
-                pass
-        if not _is_void(tag):
-            self._separate(tag)
+    def _open_cell(self, table: _Table, rows: int, columns: int) -> None:
+        """Moves to the next free column of the row. Empty cells count, so that values stay in their columns."""
+        column = table.column
+        while table.spans.get(column, 0) > 0:
+            table.spans[column] -= 1
+            self.text.tabs += column > 0
+            column += 1
+        self.text.tabs += column > 0 and not table.is_layout
+        table.spans.update(dict.fromkeys(range(column, column + columns), rows - 1))
+        table.column, table.cell_start, table.is_layout = column + columns, len(self.text.pieces), False
 
-    def handle_data(self, data: str) -> None:
+    def _close(self, node: Any) -> None:
+        tag = node.tag
+        self._separate(tag if tag != "br" else "")
+        self.preformatted -= tag == "pre"
+        if not self.tables:
+            return
+        table, text = self.tables[-1], self.text
+        if tag == "table":
+            self.tables.pop()
+            text.tabs = 0
+        elif tag in ("td", "th"):
+            table.is_layout = any("\n" in piece for piece in text.pieces[table.cell_start + 1 :])
+            if len(text.pieces) > table.cell_start and not table.is_layout:
+                text.pending = 0
+            text.tabs += _span(node, "colspan") - 1
+        elif tag == "tr":
+            table.is_layout = False
+
+    def _write(self, data: str) -> None:
         """Adds text. White space collapses, except in preformatted text."""
-        _, is_hidden, is_pre, is_main = self.open[-1]
         data = data.replace("\xad", "")  # Soft hyphens.
-        for text in () if is_hidden else (self.text, self.main) if is_main else (self.text,):
-            if is_pre:
-                data = data.replace("\r\n", "\n")
-                text.write(data.removeprefix("\n") if text.pending == BLANK else data)
-                continue
-            words = _SPACES.sub(" ", data)
-            text.gap(SPACE if words.startswith(" ") else 0)
-            text.write(words.strip(" "))
-            text.gap(SPACE if words.endswith(" ") else 0)
+        if self.preformatted:
+            self.text.write(data)
+            return
+        words = _SPACES.sub(" ", data)
+        self.text.gap(SPACE if words.startswith(" ") else 0)
+        self.text.write(words.strip(" "))
+        self.text.gap(SPACE if words.endswith(" ") else 0)
 
     def _separate(self, tag: str) -> None:
-        for text in (self.text, self.main):
-            if tag == "br":
-                text.gap(BLANK if text.pending == LINE else LINE)
-            elif _is_paragraph(tag):
-                text.gap(BLANK)
-            elif _is_line(tag):
-                text.gap(LINE)
-            elif _is_cell(tag):
-                text.gap(TAB)
+        text = self.text
+        if tag == "br":
+            text.gap(BLANK if text.pending == LINE else LINE)
+        elif tag == "x-tab":
+            text.gap(TAB)
+        elif self.tables and self.tables[-1].column and len(text.pieces) == self.tables[-1].cell_start and tag != "tr":
+            return  # A paragraph at the start of a cell is no new line.
+        elif _is_paragraph(tag):
+            text.gap(BLANK)
+        elif _is_line(tag):
+            text.gap(LINE)
 
-    def __str__(self) -> str:
-        return (str(self.main) or str(self.text)).strip("\n")
+
+def page_text(html: str) -> str:
+    """Returns the visible text of an HTML page, without navigation, forms and footers: that of its <main>, if any."""
+    from selectolax.lexbor import LexborHTMLParser
+
+    tree = LexborHTMLParser(html)
+    main = tree.css_first("main, [role=main]")
+    text = str(_Page(main).text) if main is not None else ""
+    return (text or str(_Page(tree.root).text)).strip("\n")
 
 
 def read_html(file: io.BytesIO, encoding: str, errors: str) -> str:
     """Returns the text of an HTML page."""
-    return str(Page(decode(file.getvalue(), encoding, errors)))
+    return page_text(decode(file.getvalue(), encoding, errors))
+
+
+_CDATA = re.compile(r"<!\[CDATA\[(.*?)\]\]>", re.DOTALL)
+_CLOSES_ITSELF = re.compile(rf"<(?!(?:{_VOID})\b)([\w:-]+)([^<>]*)/>")
+
+
+def _xhtml(data: bytes, encoding: str, errors: str) -> str:
+    """Returns XHTML in the syntax of HTML, where elements do not close themselves."""
+    text = _CDATA.sub(lambda match: escape(match[1]), decode(data, encoding, errors))
+    return _CLOSES_ITSELF.sub(r"<\1\2></\1>", text)
+
+
+def read_xhtml(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the text of an XHTML page."""
+    return page_text(_xhtml(file.getvalue(), encoding, errors))
 
 
 class Archive:
@@ -220,139 +334,186 @@ class Archive:
             raise Unreadable(f"unpacks to more than {self.largest >> 20:,} MiB", "split it, or skip it with --skip-bad")
         return data
 
-
-def parse_xml(data: bytes, start: Callable[[str, dict[str, str]], None], **handlers: Callable[..., None]) -> None:
-    """Parses XML. ``start`` and ``end`` get names without namespaces. Raises `Unreadable` for an entity declaration;
-    expat itself never fetches anything."""
-
-    def refuse(*args: Any) -> None:
-        raise Unreadable("declares XML entities, which such files never need", "skip it with --skip-bad")
-
-    parser = expat.ParserCreate(namespace_separator=" ")
-    parser.buffer_text = True
-    parser.EntityDeclHandler = refuse
-    parser.StartElementHandler = lambda name, values: start(
-        name.rpartition(" ")[2], {key.rpartition(" ")[2]: value for key, value in values.items()}
-    )
-    if "end" in handlers:
-        parser.EndElementHandler = lambda name: handlers["end"](name.rpartition(" ")[2])
-        parser.CharacterDataHandler = handlers["text"]
-    parser.Parse(data, True)
-
-
-def elements(data: bytes) -> list[tuple[str, dict[str, str]]]:
-    """Returns the names and attributes of all elements of an XML file."""
-    found: list[tuple[str, dict[str, str]]] = []
-    parse_xml(data, lambda name, values: found.append((name, values)))
-    return found
+    def xml(self, name: str) -> ElementTree.Element:
+        """Returns the root of an XML member, without namespaces. Raises `Unreadable` for an entity declaration; expat
+        itself never fetches anything, and limits how much entities grow."""
+        data = self.read(name)
+        if b"<!ENTITY" in data:
+            raise Unreadable("declares XML entities, which such files never need", "skip it with --skip-bad")
+        root = ElementTree.fromstring(data)
+        for element in root.iter():
+            element.tag = element.tag.rpartition("}")[2]
+            element.attrib.update({key.rpartition("}")[2]: value for key, value in element.attrib.items()})
+        return root
 
 
 _FONT_OBFUSCATION = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
+MIN_TEXT = 20  # More characters besides links than that are no title of a contents page.
 
 
 def read_epub(file: io.BytesIO, encoding: str, errors: str) -> str:
-    """Returns the text of an EPUB in the order of its spine, without the navigation page."""
+    """Returns the text of an EPUB in the order of its spine, without its contents."""
     archive = Archive(file, "an EPUB")
     if "META-INF/encryption.xml" in archive.names and any(
-        name == "EncryptionMethod" and values.get("Algorithm") not in _FONT_OBFUSCATION
-        for name, values in elements(archive.read("META-INF/encryption.xml"))
+        method.get("Algorithm") not in _FONT_OBFUSCATION
+        for method in archive.xml("META-INF/encryption.xml").iter("EncryptionMethod")
     ):
         raise Unreadable("is protected by DRM", "use a copy without DRM, or skip it with --skip-bad")
-    container = elements(archive.read("META-INF/container.xml"))
-    package = next((values.get("full-path", "") for name, values in container if name == "rootfile"), "")
-    pages, spine, contents = {}, [], set()
-    for name, values in elements(archive.read(package)):
-        path = unquote(values.get("href", "").partition("#")[0])
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(package), path))
-        if name == "item" and "html" in values.get("media-type", ""):
-            pages[values.get("id")] = path
-            contents |= {path} if "nav" in values.get("properties", "").split() else set()
-        elif name == "itemref":
-            spine.append(values.get("idref"))
-        elif name == "reference" and values.get("type") == "toc":  # The navigation page of EPUB 2.
-            contents.add(path)
-    text = Text()
-    for path in dict.fromkeys(pages[id] for id in spine if id in pages):
-        if path not in contents:
-            text.gap(BLANK)
-            text.write(read_html(io.BytesIO(archive.read(path)), "utf-8", errors))
-    return str(text)
+    roots = archive.xml("META-INF/container.xml").iter("rootfile")
+    package = next((root.get("full-path", "") for root in roots), "")
+    pages, contents = {}, {}
+    root = archive.xml(package)
+    for item in [*root.iter("item"), *root.iter("reference")]:
+        href, _, fragment = item.get("href", "").partition("#")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(package), unquote(href)))
+        if item.tag == "item" and "html" in item.get("media-type", ""):
+            pages[item.get("id")] = path
+        if "nav" in item.get("properties", "").split() or (item.tag == "reference" and item.get("type") == "toc"):
+            contents[path] = fragment
+    texts = []
+    for path in dict.fromkeys(pages[id] for item in root.iter("itemref") if (id := item.get("idref")) in pages):
+        html = _xhtml(archive.read(path), "utf-8", errors)
+        texts.append(_without_contents(html, contents[path]) if path in contents else page_text(html))
+    return "\n\n".join(filter(None, texts))
 
 
-class Docx(Text):
-    """The text of a part of a DOCX file, without deleted text and tables of contents."""
+def _without_contents(html: str, fragment: str) -> str:
+    """Returns the text of a page without its table of contents: the element that ``fragment`` names, and blocks of
+    links."""
+    from selectolax.lexbor import LexborHTMLParser
 
-    SKIPPED = ("del", "moveFrom", "Fallback")  # Fallback repeats a text box for old versions of Word.
+    def is_hidden(node: Any) -> bool:
+        if _is_hidden(node) or (fragment and node.id == fragment and node.tag != "body"):
+            return True
+        if node.tag not in ("div", "dl", "li", "ol", "p", "table", "ul"):
+            return False
+        return 2 * sum(len(link.text()) for link in node.css("a[href]")) > len(node.text())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.skipped, self.cells = 0, 0
-        self.is_text = self.is_contents = self.begins = False
-        self.paragraph_gap = BLANK
+    text = str(_Page(LexborHTMLParser(html).root, is_hidden).text).strip("\n")
+    return text if fragment or len(text) > MIN_TEXT else ""
 
-    def start(self, name: str, values: dict[str, str]) -> None:
-        """Opens an element."""
-        if name in self.SKIPPED:
-            self.skipped += 1
-        elif name == "tbl":
-            self.gap(0 if self.cells else BLANK)
-        elif name == "tc":
-            self.cells += 1
-        elif name == "p":
-            self.begins, self.is_contents, self.paragraph_gap = True, False, SPACE if self.cells else BLANK
-        elif name == "pStyle" and values.get("val", "").startswith("TOC"):
-            self.is_contents = True
-        elif name == "numPr" or (name == "pStyle" and values.get("val", "").startswith("List")):
-            self.paragraph_gap = min(self.paragraph_gap, LINE)
-        elif name == "t":
-            self.is_text = True
-        elif name in ("br", "cr"):
-            self.gap(LINE)
-        elif name == "tab" and not values:  # A tab stop has attributes.
-            self.gap(TAB)
-        elif name == "noBreakHyphen":
-            self.text("-", True)
 
-    def end(self, name: str) -> None:
-        """Closes an element."""
-        if name in self.SKIPPED:
-            self.skipped -= 1
-        elif name == "t":
-            self.is_text = False
-        elif name == "p":
-            self.gap(self.paragraph_gap)
-        elif name == "tc":
-            self.cells -= 1
-            self.pending = TAB
-        elif name in ("tr", "tbl"):
-            self.pending = LINE if name == "tr" else BLANK
+_SYMBOLS = dict(zip(
+    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",
+    "ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖαβχδεφγηιϕκλμνοπθρστυϖωξψζ", strict=True,
+))  # fmt: skip
+_DINGBATS = {"\x6c": "●", "\x6e": "■", "\xa7": "▪", "\xa8": "☐", "\xd8": "➢", "\xe0": "→", "\xfc": "✓", "\xfe": "☑"}
+_DOCX_HTML = {
+    "br": "<br>", "cr": "<br>", "tab": "<x-tab></x-tab>", "ptab": "<x-tab></x-tab>", "noBreakHyphen": "-", "sup": "^",
+    "sub": "_",
+}  # fmt: skip
+# Fallback repeats a text box for old versions of Word, and rt is the reading of a ruby.
+_DOCX_SKIPPED = {
+    "del", "moveFrom", "Fallback", "rt", "instrText", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "delText"
+}  # fmt: skip
 
-    def text(self, piece: str, is_text: bool = False) -> None:
-        """Adds text."""
-        if (is_text or self.is_text) and not self.skipped and not self.is_contents:
-            self.gap(self.paragraph_gap if self.begins else 0)
-            self.write(piece)
-            self.begins = False
+
+class _Docx:
+    """Writes parts of a DOCX file as HTML, without deleted and hidden text and tables of contents."""
+
+    def __init__(self, archive: Archive, folder: str) -> None:
+        self.archive, self.folder = archive, folder
+        self.out: list[str] = []
+        self.boxes: list[ElementTree.Element] = []  # Text boxes follow the paragraph that anchors them.
+        self.joins = False  # Whether the mark of the paragraph before is deleted.
+        self.cells = 0
+        path = posixpath.join(folder, "styles.xml")
+        styles = archive.xml(path).iter("style") if path in archive.names else ()
+        self.styles = {style.get("styleId", ""): style for style in styles}
+
+    def _has(self, properties: ElementTree.Element | None, name: str, depth: int = 0) -> bool:
+        """Whether properties, or the styles that they name, switch ``name`` on."""
+        for element in properties.iter() if properties is not None and depth < 20 else ():
+            if element.tag == name:
+                return element.get("val") not in ("0", "false", "off")
+            is_style = element.tag in ("pStyle", "rStyle", "basedOn")
+            if is_style and self._has(self.styles.get(element.get("val", "")), name, depth + 1):
+                return True
+        return False
+
+    def add(self, element: ElementTree.Element) -> None:
+        """Writes an element."""
+        tag = element.tag
+        gallery = element.find("sdtPr/docPartObj/docPartGallery")
+        is_hidden = tag == "r" and self._has(element.find("rPr"), "vanish")
+        if tag in _DOCX_SKIPPED or is_hidden or (gallery is not None and gallery.get("val") == "Table of Contents"):
+            return
+        if tag == "p":
+            self._add_paragraph(element)
+        elif tag == "txbxContent":
+            self.boxes.append(element)
+        elif tag == "t":
+            self.out.append(escape(element.text or ""))
+        elif tag == "sym":
+            self.out.append(escape(_symbol(element)))
+        elif tag == "altChunk":
+            self._add_chunk(element.get("id", ""))
+        elif tag in ("tbl", "tr", "tc"):
+            span = element.find("tcPr/gridSpan")
+            columns = escape(span.get("val", "1")) if span is not None else 1
+            start, end = {"tbl": ("table", "table"), "tr": ("tr", "tr"), "tc": (f'td colspan="{columns}"', "td")}[tag]
+            self.cells += tag == "tc"
+            self._add_all(element, start, end)
+            self.cells -= tag == "tc"
+        else:
+            self.out.append(_DOCX_HTML.get(tag, ""))
+            self._add_all(element)
+
+    def _add_all(self, parent: ElementTree.Element, start: str = "", end: str = "") -> None:
+        self.out.append(f"<{start}>" if start else "")
+        for child in parent:
+            self.add(child)
+        self.out.append(f"</{end}>" if end else "")
+
+    def _add_paragraph(self, paragraph: ElementTree.Element) -> None:
+        properties = paragraph.find("pPr")
+        style, mark = (properties.find(name) if properties is not None else None for name in ("pStyle", "rPr"))
+        id = style.get("val", "") if style is not None else ""
+        name = self.styles[id].find("name") if id in self.styles else None  # Word translates ids, but not names.
+        kind = (name.get("val", "") if name is not None else id).lower()
+        if kind.startswith("toc") or self._has(self.styles.get(id), "vanish"):
+            return
+        is_item = kind.startswith("list") or self._has(properties, "numPr")
+        html = "span" if self.cells else "li" if is_item else "p"
+        joined, self.joins = self.joins, mark is not None and mark.find("del") is not None
+        self._add_all(paragraph, "" if joined else html, "" if self.joins else html)
+        self.out.append(" " if self.cells else "")
+        boxes, self.boxes = self.boxes, []
+        for box in boxes:
+            self._add_all(box)
+
+    def _add_chunk(self, id: str) -> None:
+        """Writes an HTML page that was inserted into the document."""
+        parts = self.archive.xml(posixpath.join(self.folder, "_rels/document.xml.rels"))
+        target = next((part.get("Target", "") for part in parts if part.get("Id") == id), "")
+        if not target.lower().endswith((".htm", ".html", ".xhtml")):
+            raise Unreadable(f"has another document in it: {target[:80]}", "save it again in Word, or use --skip-bad")
+        data = self.archive.read(posixpath.normpath(posixpath.join(self.folder, target)).lstrip("/"))
+        self.out.append(f"<div>{_xhtml(data, 'utf-8', 'strict')}</div>")
+
+
+def _symbol(element: ElementTree.Element) -> str:
+    char = chr(int(element.get("char", "20")[-4:], 16))
+    if not "\uf000" <= char <= "\uf0ff":  # Word moves the characters of symbol fonts there.
+        return char
+    return (_SYMBOLS if element.get("font") == "Symbol" else _DINGBATS).get(chr(ord(char) - 0xF000), "\ufffd")
 
 
 def read_docx(file: io.BytesIO, encoding: str, errors: str) -> str:
     """Returns the text of a DOCX file, then its footnotes and endnotes."""
     archive = Archive(file, "a DOCX")
     targets = (
-        values.get("Target", "").lstrip("/")
-        for name, values in elements(archive.read("_rels/.rels"))
-        if name == "Relationship" and values.get("Type", "").endswith("/officeDocument")
+        part.get("Target", "").lstrip("/")
+        for part in archive.xml("_rels/.rels")
+        if part.get("Type", "").endswith("/officeDocument")
     )
     main = next(targets, "word/document.xml")
     folder = posixpath.dirname(main)
-    text = Text()
+    document = _Docx(archive, folder)
     for path in (main, posixpath.join(folder, "footnotes.xml"), posixpath.join(folder, "endnotes.xml")):
         if path == main or path in archive.names:
-            part = Docx()
-            parse_xml(archive.read(path), part.start, end=part.end, text=part.text)
-            text.gap(BLANK)
-            text.write(str(part))
-    return str(text)
+            document.add(archive.xml(path))
+    return page_text("".join(document.out))
 
 
 @dataclass(slots=True)
@@ -397,9 +558,17 @@ def _rows(page: Any, raw: Any) -> list[Row]:
     text_page = page.get_textpage()
     handle = text_page.raw
     chars = [chr(raw.FPDFText_GetUnicode(handle, i)) for i in range(text_page.count_chars())]
+
+    def ends_row(end: int, char: str) -> bool:
+        """Whether a row ends before index ``end``, with a line or at the space between two columns."""
+        if char != " " or not 1 < end < len(chars):
+            return char in ("\n", "\r", _MARK)
+        right, left = text_page.get_charbox(end - 2, loose=True)[2], text_page.get_charbox(end, loose=True)[0]
+        return bool(left - right > 1.2 * raw.FPDFText_GetFontSize(text_page, end))
+
     rows: list[Row] = []
     start = 0
-    for end in [i for i, char in enumerate(chars, 1) if char in ("\n", "\r", _MARK)] + [len(chars)]:
+    for end in [i for i, char in enumerate(chars, 1) if ends_row(i, char)] + [len(chars)]:
         visible = [i for i in range(start, end) if (chars[i] > " " and not chars[i].isspace()) or chars[i] == _MARK]
         start = end
         if visible:
@@ -409,10 +578,37 @@ def _rows(page: Any, raw: Any) -> list[Row]:
             sizes = [raw.FPDFText_GetFontSize(text_page, i) for i in (first, middle, last)]
             text = "".join(chars[first : last + 1])
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # On Windows, PDFium uses UTF-16.
-            row = Row(text.translate(_LIGATURES), left, right, bottom, statistics.median(sizes))
-            rows[-1:] = rows[-1].joined(row) if rows else [row]
+            rows.append(Row(text.translate(_LIGATURES), left, right, bottom, statistics.median(sizes)))
     text_page.close()
-    return rows
+    joined: list[Row] = []
+    for row in _in_columns(rows):
+        joined[-1:] = joined[-1].joined(row) if joined else [row]
+    return joined
+
+
+MIN_COLUMN_LINES, MIN_COLUMN_TEXT = 4, 20  # Lines that two columns share, and the mean length of a line.
+
+
+def _in_columns(rows: list[Row]) -> list[Row]:
+    """Returns rows column by column where a page draws two columns of text row by row. The cells of a table are too
+    short to be columns."""
+    pairs = [
+        (left, right)
+        for left, right in pairwise(rows)
+        if right.left > left.right + 0.8 * right.size and abs(right.bottom - left.bottom) < 0.6 * right.size
+    ]
+    gutter = statistics.median(right.left for _, right in pairs) if pairs else 0.0
+    pairs = [(left, right) for left, right in pairs if abs(right.left - gutter) < right.size and left.right < gutter]
+    texts = ["".join(row.text for row in column) for column in zip(*pairs, strict=True)]
+    if len(pairs) < MIN_COLUMN_LINES or len(min(texts, key=len)) < MIN_COLUMN_TEXT * len(pairs):
+        return rows
+    start, end = rows.index(pairs[0][0]), rows.index(pairs[-1][1]) + 1
+    region = rows[start:end]
+    if any(row.left < gutter - row.size < row.right - 2 * row.size for row in region):  # A line crosses the gutter.
+        return rows
+    is_right = [row.left > gutter - row.size for row in region]
+    ordered = [row for side in (False, True) for row, right in zip(region, is_right, strict=True) if right == side]
+    return rows[:start] + ordered + rows[end:]
 
 
 def _without_edges(pages: list[list[Row]]) -> Iterator[list[Row]]:
@@ -459,7 +655,8 @@ def _gap_between(above: Row, row: Row, pitch: float | None) -> int:
         return BLANK
     if pitch is not None and row.left > above.left + 0.8 * row.size and (has_room or ends_sentence):
         return BLANK
-    return LINE if has_room or _BULLET.match(row.text) else SPACE
+    is_table = "\t" in above.text and "\t" in row.text
+    return LINE if has_room or is_table or _BULLET.match(row.text) else SPACE
 
 
 def _join(columns: list[list[Row]]) -> str:
@@ -488,7 +685,8 @@ class _Mender:
 
     def __init__(self, columns: list[list[Row]]) -> None:
         rows = [row.text for column in columns for row in column]
-        self.words = {word for row in rows for word in re.findall(r"\w+(?:-\w+)*", row)}
+        whole = re.sub(rf"[\w-]+[-{_MARK}]\n\w+", " ", "\n".join(rows).casefold())  # Without broken words.
+        self.words = set(re.findall(r"\w+(?:-\w+)*", whole)) | set(re.findall(r"\w+", whole))
         self.has_soft = any(row[-1] in _SOFT for row in rows)  # Otherwise all hyphens look the same.
 
     def __call__(self, ending: str, row: str) -> str | None:
@@ -501,8 +699,10 @@ class _Mender:
             return ending
         if hyphen not in ("-", _MARK) or not before[-1:].isalpha() or not row[0].islower():
             return ending.replace(_MARK, "-") if hyphen == _MARK else None
-        start, rest = re.findall(r"\w*$", before)[0], re.findall(r"^\w*", row)[0]
-        is_compound = f"{start}-{rest}" in self.words and start + rest not in self.words
+        start, rest = re.findall(r"\w*$", before)[0].casefold(), re.findall(r"^\w*", row)[0].casefold()
+        is_compound = start + rest not in self.words and (
+            f"{start}-{rest}" in self.words or {start, rest} <= self.words
+        )
         return before + "-" if self.has_soft or is_compound else before
 
 
@@ -533,14 +733,141 @@ def read_pdf(file: io.BytesIO, encoding: str, errors: str) -> str:
     return _join([*_columns(_without_edges(pages))])
 
 
-_READERS = {"html": read_html, "epub": read_epub, "docx": read_docx, "pdf": read_pdf}
+_CUE_TIME = re.compile(r"(\d+:)?\d+:\d+[.,]\d+ --> .*")
+_CUE_TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
 
 
-def answer(request: dict[str, Any], file: io.BytesIO) -> tuple[dict[str, Any], bytes]:
+def read_subtitles(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the lines of .srt or .vtt subtitles, without numbers, times, styles and notes."""
+    lines = []
+    for block in re.split(r"\n\s*\n", decode(file.getvalue(), encoding, errors, is_html=False)):
+        cue = block.strip().split("\n")
+        start = next((number for number, line in enumerate(cue, 1) if _CUE_TIME.match(line.strip())), None)
+        if start is not None:
+            lines += [_CUE_TAG.sub("", line).strip() for line in cue[start:]]
+    return "\n".join(filter(None, lines))
+
+
+_MESSAGE = re.compile(
+    r"\u200e?\[?\d{1,4}[./-]\d{1,2}[./-]\d{2,4},? \d{1,2}[:.]\d\d([:.]\d\d)?(\s?[aApP]\.?\s?[mM]\.?)?(\]| -) "
+    r"(?P<text>.*)"
+)  # fmt: skip
+_MEDIA = re.compile(
+    r"<[^<>]* (omitted|weggelassen|omis|omitido|omesso|ausgeschlossen)>|<attached: [^<>]*>"
+    "|\u200e?(image|video|audio|sticker|GIF|document|Contact card) omitted|[\u200e\u200f]"
+)
+
+
+def read_chat_export(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the messages of a chat that WhatsApp exported, as "Name: text", without times, media and notices."""
+    messages: list[str] = []
+    for line in decode(file.getvalue(), encoding, errors, is_html=False).split("\n"):
+        if (match := _MESSAGE.match(line)) is not None:
+            messages.append(match["text"])
+        elif messages:
+            messages[-1] += "\n" + line
+        else:
+            raise Unreadable("is not an export of WhatsApp", _RENAME)
+    texts = (_MEDIA.sub("", message).strip() for message in messages)
+    return "\n".join(text for text in texts if ": " in text)
+
+
+def read_notebook(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the cells of a Jupyter notebook, without their output."""
+    notebook = json.loads(file.getvalue())
+    cells = notebook.get("cells") or [cell for sheet in notebook.get("worksheets", ()) for cell in sheet["cells"]]
+    sources = (cell.get("source") or cell.get("input") or "" for cell in cells)
+    return "\n\n".join(filter(str.strip, ("".join(source) for source in sources)))
+
+
+def read_mail(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the subject and the text of a mail, without other headers and attachments."""
+    import email
+    import email.policy
+
+    mail = email.message_from_bytes(file.getvalue(), policy=email.policy.default)
+    body = mail.get_body(("plain", "html"))
+    text = ""
+    if body is not None:
+        data: Any = body.get_payload(decode=True)
+        label = body.get_content_charset() or encoding
+        text = decode(data, encoding, errors, label, is_html=body.get_content_subtype() == "html")
+        text = page_text(text) if body.get_content_subtype() == "html" else text
+    return f"{mail['subject'] or ''}\n\n{text}".strip().replace("\r\n", "\n")
+
+
+PANDOC_FORMATS = ("fb2", "latex", "odt", "org", "rst", "rtf")
+_HEAP = "-M512m"  # Pandoc's own limit, because its runtime reserves addresses freely.
+_RTF_TOKEN = re.compile(rb"\\f(\d{1,5})(?!\d)|(\\u-?\d+ ?)?((?:\\'[0-9a-fA-F]{2})+)")
+# Windows' code page of each character set that an RTF file gives to its fonts.
+_CHARSETS = {128: 932, 129: 949, 134: 936, 136: 950, 161: 1253, 162: 1254, 163: 1258, 177: 1255, 178: 1256, 186: 1257,
+             204: 1251, 222: 874, 238: 1250}  # fmt: skip
+
+
+def _rtf_as_unicode(data: bytes) -> bytes:
+    """Writes the characters of an RTF file as Unicode, because pandoc reads them all as Windows-1252."""
+    page = int(match[1]) if (match := re.search(rb"\\ansicpg(\d{1,5})", data)) else 1252
+    fonts = dict(re.findall(rb"\{\\f(\d{1,5})[^{};]{0,200}\\fcharset(\d{1,3})", data))
+    pages = {font: _CHARSETS.get(int(charset), page) for font, charset in fonts.items()}
+    current = page
+
+    def convert(match: re.Match[bytes]) -> bytes:
+        nonlocal current
+        if match[1]:
+            current = pages.get(match[1], page)
+        if match[1] or match[2]:  # After a Unicode character come bytes for old readers.
+            return match[0]
+        text = bytes.fromhex(match[3].decode().replace("\\'", "")).decode(f"cp{current}", "replace")
+        units = memoryview(text.encode("utf-16-le")).cast("h")
+        return b"".join(b"\\u%d\\'3f" % unit for unit in units)
+
+    return re.sub(rb"\\ansicpg\d+", rb"\\ansicpg1252", _RTF_TOKEN.sub(convert, data))
+
+
+def _find_pandoc() -> str:
+    package = find_spec("pypandoc")
+    name = "pandoc.exe" if sys.platform == "win32" else "pandoc"
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        if (path := Path(folder, "files", name)).is_file():
+            return str(path)
+    if (found := shutil.which("pandoc")) is None:
+        raise ImportError(name="pypandoc_binary")
+    return found
+
+
+def read_by_pandoc(kind: str, data: bytes, seconds: float) -> str:
+    """Returns the text of a document that pandoc reads, without access to other files."""
+    program = _find_pandoc()
+    command = [program, "+RTS", _HEAP, "-RTS", "--sandbox", f"--from={kind}", "--to=html", "--mathml", "--wrap=none"]
+    try:
+        done = subprocess.run(
+            command, input=_rtf_as_unicode(data) if kind == "rtf" else data, capture_output=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        raise Unreadable(f"takes pandoc more than {seconds} s", "split it, or skip it with --skip-bad") from None
+    except OSError as error:
+        raise Unreadable(f"cannot be read: {program}: {error.strerror}", "install pypandoc_binary again") from None
+    if done.returncode:
+        lines = done.stderr.decode(errors="replace").splitlines()
+        reason = " ".join(line.strip() for line in lines if not line.startswith("[WARNING]"))[:200]
+        raise Unreadable(f"cannot be read by pandoc: {reason or f'it ended with status {done.returncode}'}")
+    return page_text(done.stdout.decode(errors="replace"))
+
+
+_READERS = {
+    "html": read_html, "xhtml": read_xhtml, "epub": read_epub, "docx": read_docx, "pdf": read_pdf, "mail": read_mail,
+    "subtitles": read_subtitles, "chat": read_chat_export, "notebook": read_notebook,
+}  # fmt: skip
+
+
+def answer(request: dict[str, Any], file: io.BytesIO, seconds: float = 60) -> tuple[dict[str, Any], bytes]:
     """Returns the answer to a request, and the text."""
     _replaced["bytes"] = 0
     try:
-        text = _READERS[request["kind"]](file, request["encoding"], request["errors"]).encode(errors="replace")
+        if request["kind"] in PANDOC_FORMATS:
+            text = read_by_pandoc(request["kind"], file.getvalue(), seconds).encode(errors="replace")
+        else:
+            text = _READERS[request["kind"]](file, request["encoding"], request["errors"]).encode(errors="replace")
         if not text.strip():
             raise Unreadable("has no text", "skip it with --skip-bad")
         return {"size": len(text), "replaced": _replaced["bytes"]}, text
@@ -571,8 +898,8 @@ def serve(requests: IO[bytes], out: IO[bytes]) -> None:
                 file.write(requests.read(size))
             seconds = settings["seconds"] + file.tell() // settings["rate"]
             # A C thread that does not need the GIL ends the process after the time limit.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=devnull)
-            reply, text = answer(request, file)
+            faulthandler.dump_traceback_later(seconds + 1, exit=True, file=devnull)
+            reply, text = answer(request, file, seconds)
             faulthandler.cancel_dump_traceback_later()
             out.write(json.dumps(reply).encode() + b"\n" + text)
             out.flush()

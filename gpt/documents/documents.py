@@ -1,7 +1,8 @@
 """Reads sources as documents in chunks, unpacking compressed files and archives. Files are streamed.
 
 File suffixes are processed from last to first: ``.gz`` and others are decompressed, archives yield members, JSON and
-tables yield the values of a field, and the text of HTML, EPUB, DOCX and PDF is extracted. Other files are plain text.
+tables yield the values of a field, and the text of documents such as HTML and PDF is extracted. Other files are plain
+text.
 """
 
 import contextlib
@@ -10,13 +11,20 @@ import re
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from gpt.config.text import ReadConfig
 from gpt.documents import formats
 from gpt.documents.extract import KINDS, Extractor
 from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text_form
 from gpt.documents.unpack import (
+from gpt.config import ReadConfig
+from gpt.errors import UserError, WorkError
+from gpt.text import formats
+from gpt.text.extract import Extractor, document_kind
+from gpt.text.formats import RecordForm, Records, TextEncoding, Value, text_form
+from gpt.text.unpack import (
+    MEMBERS,
     UNPACK,
     ByteStream,
     OnBytes,
@@ -26,8 +34,6 @@ from gpt.documents.unpack import (
     damage_error,
     open_seekable,
     open_source,
-    tar_members,
-    zip_members,
 )
 from gpt.system.errors import UserError, WorkError
 
@@ -46,7 +52,6 @@ class Chunk:
 
 
 OnNote = Callable[[str], None]
-MAX_NAMED = 10  # Maximum skipped items that are named.
 
 
 @dataclass
@@ -54,13 +59,14 @@ class Skipped:
     """The number of files, members, lines and rows skipped by ``--skip-bad``. ``note`` is called with the first
     errors."""
 
+    limit: ClassVar[int] = 10  # How many skipped items are named.
     note: OnNote = lambda note: None
     count: int = 0
 
     def add(self, error: UserError) -> None:
         """Counts an error."""
         self.count += 1
-        if self.count <= MAX_NAMED:
+        if self.count <= self.limit:
             self.note(f"skipped: {error.message}")
 
 
@@ -193,8 +199,8 @@ class Reader:
         ending = "." + file.kind.rpartition(".")[2]
         if ending in UNPACK:
             yield from self._unpack(file.unpack(ending), read)
-        elif ending in (".zip", ".tar"):
-            with contextlib.closing(zip_members(file) if ending == ".zip" else tar_members(file)) as members:  # type: ignore[type-var]
+        elif ending in MEMBERS:
+            with contextlib.closing(MEMBERS[ending](file)) as members:  # type: ignore[type-var]
                 for member in members:
                     with self._skipping(member.name):
                         yield from self._unpack(member, read)
@@ -208,9 +214,9 @@ class Reader:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
                 yield from _cut(texts)
-        elif ending in KINDS:
+        elif (kind := document_kind(file.kind)) is not None:
             with contextlib.closing(file.open()) as stream:
-                text, replaced = self._extractor.extract(file.name, KINDS[ending], stream, self.config)
+                text, replaced = self._extractor.extract(file.name, kind, stream, self.config)
             self._encoding.replaced += replaced
             yield from _cut([text])
         elif self.config.skip_bad:
@@ -290,7 +296,7 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORD_FORMATS, *KINDS, ".zip", ".tar"}
+    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS} and document_kind(_normalize_name(source.name)) is None
 
 
 def has_records(source: Source) -> bool:

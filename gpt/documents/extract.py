@@ -13,7 +13,21 @@ from gpt.system.child import end_program, start_program
 from gpt.system.distribution import install_extra
 from gpt.system.errors import UserError, WorkError
 
-KINDS = {".html": "html", ".htm": "html", ".xhtml": "html", ".epub": "epub", ".docx": "docx", ".pdf": "pdf"}
+KINDS = {
+    ".html": "html", ".htm": "html", ".xhtml": "xhtml", ".epub": "epub", ".docx": "docx", ".pdf": "pdf", ".eml": "mail",
+    ".ipynb": "notebook", ".srt": "subtitles", ".vtt": "subtitles", ".fb2": "fb2", ".odt": "odt", ".org": "org",
+    ".rst": "rst", ".rtf": "rtf", ".tex": "latex", ".doc": "doc",
+}  # fmt: skip
+
+
+def document_kind(name: str) -> str | None:
+    """Returns the kind of a document to extract text from, given its name in lower case, or None."""
+    base = name.replace("\\", "/").rpartition("/")[2]
+    if base.endswith(".txt") and ("whatsapp" in base or base == "_chat.txt"):
+        return "chat"
+    return KINDS.get("." + base.rpartition(".")[2])
+
+
 MAX_BYTES = 2**28  # Bytes of a file, and of what is unpacked from it.
 MAX_CHARACTERS = 2**26  # Characters of its text.
 MEMORY_LIMIT = 2**30  # Bytes for the whole process.
@@ -34,6 +48,8 @@ class Extractor:
     def extract(self, name: str, kind: str, stream: ByteStream, config: ReadConfig) -> tuple[str, int]:
         """Returns the text of a document and the number of replaced invalid bytes. Raises `UserError` if the document
         cannot be read within the limits, `WorkError` without the package that reads it."""
+        if kind == "doc":
+            raise UserError(f"{name} is a Word 97 document, which is not read", f"save it as .docx, {_SKIP}")
         process, size = self._process, 0
         reply: dict[str, Any] = {}
         if process is None or process.poll() is not None:

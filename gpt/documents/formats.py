@@ -121,10 +121,8 @@ class TextEncoding:
 
     def check_bom(self, name: str, data: bytes) -> None:
         """Raises `UserError` if a file read as UTF-8 starts as UTF-16 or UTF-32."""
-        if self.is_utf8:
-            encoding = next((encoding for bom, encoding in _WIDE_BOMS.items() if data.startswith(bom)), None)
-            if encoding := encoding or _guess_wide(data[:SAMPLE]):
-                raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
+        if self.is_utf8 and (encoding := guess_wide(data[:SAMPLE])):
+            raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
 
     def _decode_block(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
@@ -180,8 +178,11 @@ def _typical_share(encoding: str, data: bytes) -> float:
     return len(re.findall(_TYPICAL[encoding], text)) / max(1, sum(not character.isascii() for character in text))
 
 
-def _guess_wide(data: bytes) -> str | None:
-    """Returns the encoding of UTF-16 without a byte-order mark, according to the zero bytes of ASCII characters."""
+def guess_wide(data: bytes) -> str | None:
+    """Returns the encoding of UTF-16 and UTF-32: by the byte-order mark, otherwise by the zero bytes of UTF-16's ASCII
+    characters."""
+    if (marked := next((encoding for bom, encoding in _WIDE_BOMS.items() if data.startswith(bom)), None)) is not None:
+        return marked
     encoding = "utf-16-le" if data[1::2].count(0) > data[::2].count(0) else "utf-16-be"
     try:
         text = codecs.getincrementaldecoder(encoding)().decode(data) if b"\0" in data else ""
@@ -193,6 +194,7 @@ def _guess_wide(data: bytes) -> str | None:
 
 
 MAX_RECORD = 64 * 2**20  # Maximum bytes of a line, or characters of a CSV row or JSON value.
+MAX_JSON = 2**28  # Maximum characters of a JSON file, which is read whole.
 ROWS = 64  # Parquet rows per batch.
 _decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
 _NON_SPACE, _NON_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
@@ -330,34 +332,46 @@ class JSONLines(Records[bytes]):
 
 
 class JSONFile(Records[Any]):
-    """A JSON file, parsed while reading: an array, or a sequence of objects that can span lines. In a sequence, an
-    object with exactly one list of records is replaced by these records."""
+    """The objects of a JSON file: an array, objects in sequence, or an object whose only list of objects has the
+    records. The whole file must fit into memory."""
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
         self.json_hint = self.form.json_hint
-        self._blocks = self.encoding.blocks(self.name, self.stream)
-        self._text, self._position = "", 0
-        self._line_number, self._line_position = 1, 0  # Line number at `_line_position`.
-        self._value_start = _NON_SPACE
-        is_array = self._next_character() == "["
-        if is_array:
-            self._position, self._value_start = self._position + 1, _NON_SPACE_OR_COMMA
-        while (next_character := self._next_character()) and not (is_array and next_character == "]"):
-            line = self._line_at(self._position)
+        parts, size = list[str](), 0
+        for block in self.encoding.blocks(self.name, self.stream):
+            parts.append(block)
+            size += len(block)
+            if size > MAX_JSON:
+                hint = "convert it to .jsonl, one object per line, which has no limit: jq -c '.[]' in.json > out.jsonl"
+                raise UserError(f"{self.name} has more than {MAX_JSON:,} characters of JSON", hint)
+        text, line, counted_to = "".join(parts), 1, 0
+        match = _NON_SPACE.search(text)
+        is_array = match is not None and match[0] == "["
+        find_value = _NON_SPACE_OR_COMMA.search if is_array else _NON_SPACE.search
+        match = find_value(text, match.end() if match and is_array else 0)
+        while match is not None and not (is_array and match[0] == "]"):
+            position = match.start()
+            line, counted_to = line + text.count("\n", counted_to, position), position
             try:
-                value = self._parse_value()
-            except UserError as error:
+                value, end = _decode_json(text, position)
+            except (ValueError, RecursionError) as error:
+                bad_line = line + text.count("\n", position, getattr(error, "pos", position))
+                bad = self._not_json(bad_line, getattr(error, "msg", "it is nested too deep"))
                 if is_array:
-                    raise
-                self.on_bad(error)
-                self._skip_to_object()
-                continue
-            yield from ((line, record) for record in ([value] if is_array else self._extract_records(value)))
-        if is_array:
-            self._position += 1
-            if not next_character or self._next_character():
-                problem = "there is more after the array" if next_character else "the array is not closed"
-                raise self._not_json(problem, self._position)
+                    raise bad from None
+                self.on_bad(bad)
+                end = text.find("\n{", position) + 1 or len(text)
+            else:
+                yield from ((line, record) for record in ([value] if is_array else self._extract_records(value)))
+            match = find_value(text, end)
+        if is_array and match is None:
+            raise self._not_json(line + text.count("\n", counted_to), "the array is not closed")
+        if is_array and match is not None and _NON_SPACE.search(text, match.end()):
+            raise self._not_json(line + text.count("\n", counted_to), "there is more after the array")
+
+    def _not_json(self, line: int, problem: str) -> UserError:
+        hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.json_hint
+        return self._error(line, f"not JSON: {problem}", hint)
 
     def _parse(self, number: int, row: Any) -> dict[str, Any]:
         if not isinstance(row, dict):
@@ -371,62 +385,6 @@ class JSONFile(Records[Any]):
         lists = [item for item in value.values() if isinstance(item, list) and item]
         lists = [item for item in lists if isinstance(item[0], dict) and self.form.columns(item[0])[0] in item[0]]
         return lists[0] if len(lists) == 1 else [value]
-
-    def _next_character(self) -> str:
-        """Skips white space and returns the next character, or "" at the end."""
-        while True:
-            match = self._value_start.search(self._text, self._position)
-            self._position = match.start() if match else len(self._text)
-            if match or not self._read_more():
-                return self._text[self._position : self._position + 1]
-
-    def _parse_value(self) -> Any:
-        while True:
-            try:
-                value, end = _decode_json(self._text, self._position)
-                if end < len(self._text) or not self._read_more():  # A number can continue in the next block.
-                    self._position = end
-                    return value
-            except RecursionError:
-                raise self._not_json("it is nested too deep", self._position) from None
-            except ValueError as error:  # The value is invalid, or only partly in memory.
-                if not self._read_more():
-                    raise self._not_json(
-                        getattr(error, "msg", reason(error)), getattr(error, "pos", self._position)
-                    ) from None
-
-    def _read_more(self) -> bool:
-        """Drops the text before the position, and reads until the rest has doubled. Returns False at the end."""
-        parts, size = [self._text[self._position :]], 2 * (len(self._text) - self._position)
-        if size > 2 * MAX_RECORD:
-            raise self._too_long(self._line_at(self._position))
-        while sum(map(len, parts)) <= size and (block := next(self._blocks, "")):
-            parts.append(block)
-        if len(parts) == 1:
-            return False
-        self._line_at(self._position)
-        self._text, self._position, self._line_position = "".join(parts), 0, 0
-        return True
-
-    def _skip_to_object(self) -> None:
-        """Moves to the next line that starts with an object, or to the end."""
-        while (line_break := self._text.find("\n{", self._position)) < 0:
-            # Stays before a final line break, because the next block can start with {.
-            self._position = max(self._position, len(self._text) - 1)
-            if not self._read_more():
-                self._position = len(self._text)
-                return
-        self._position = line_break + 1
-
-    def _line_at(self, position: int) -> int:
-        """Returns the line number at a position. Positions must not decrease between calls."""
-        self._line_number += self._text.count("\n", self._line_position, position)
-        self._line_position = position
-        return self._line_number
-
-    def _not_json(self, problem: str, position: int) -> UserError:
-        hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.json_hint
-        return self._error(self._line_at(position), f"not JSON: {problem}", hint)
 
 
 def _parse_object(line: str) -> dict[str, Any]:

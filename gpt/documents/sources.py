@@ -8,23 +8,45 @@ import functools
 import glob
 import io
 import os
+import re
 import shlex
 import stat
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
+from gpt.distribution import install, install_extra
 from gpt.documents import catalogue
 from gpt.documents.documents import OnNote, Skipped
 from gpt.documents.download import OnBytes, ignore
 from gpt.documents.unpack import ByteStream, Copy, Source, file_source, reason, translate_errors
+from gpt.errors import UserError, WorkError, did_you_mean
 from gpt.system.distribution import install, install_extra
 from gpt.system.errors import UserError, WorkError, did_you_mean
 from gpt.system.files import suggest_name
+from gpt.text import catalogue
+from gpt.text.documents import OnNote, Skipped, is_plain
+from gpt.text.download import OnBytes, ignore
+from gpt.text.formats import SAMPLE, guess_wide
+from gpt.text.token_folder import is_token_folder
+from gpt.text.tokenizer_save import RANKS, TOKENIZER_JSON
+from gpt.text.unpack import (
+    BUFFER,
+    UNPACK,
+    ByteStream,
+    Copy,
+    PackedFile,
+    Source,
+    file_source,
+    open_source,
+    reason,
+    translate_errors,
+)
 from gpt.tokenizers.saving import RANKS, TOKENIZER_JSON
 
 DEFAULT_CORPUS = "pydocs"
@@ -51,7 +73,8 @@ def find(
         for source in finder.sources(text, on_bytes):
             unique.setdefault(identity(source), source)
     for kind, paths in finder.skipped_paths.items():
-        note(f"skipped {kind}: {len(paths):,}, such as {next(iter(paths.values()))}")
+        names = ", ".join(list(paths.values())[: Skipped.limit]) + (" …" if len(paths) > Skipped.limit else "")
+        note(f"skipped {kind}: {len(paths):,}: {names}")
     return list(unique.values())
 
 
@@ -103,6 +126,40 @@ def _file_type(path: str) -> int:
         return 0
 
 
+# Suffixes of files that are known not to be text. They are read only if they are named.
+_is_not_text = re.compile(
+    r".*\.(7z|a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|doc|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
+    r"|jpe?g|lib|m4[av]|mk[av]|mo|mov|mp[34]|msi|np[yz]|o|obj|od[ps]|ogg|onnx|opus|otf|pack|pcap|pdb|pickle|pkl|png|pptx?"
+    r"|psd|pth?|py[cdo]|rar|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
+).fullmatch
+_is_lock_file = re.compile(
+    r"(bun|cargo|composer|flake|gemfile|mix|pdm|pipfile|podfile|poetry|pubspec|uv|yarn)\.lock|go\.sum|gradle\.lockfile"
+    r"|npm-shrinkwrap\.json|package-lock\.json|packages\.lock\.json|pnpm-lock\.yaml"
+).fullmatch
+_GENERATED_FOLDERS = {"node_modules", "__pycache__"}
+MAX_SCANNED = 2**26  # Bytes of a file that are searched for a zero byte.
+
+
+def _is_text(path: str) -> bool:
+    """Whether a file of a folder can be text. Unreadable files count, because opening them raises the error."""
+    with contextlib.suppress(UserError, OSError):
+        source = file_source(path, Path(path))
+        file = PackedFile(path, Path(path).name.lower(), partial(open_source, source, lambda size: None))
+        while (ending := "." + file.kind.rpartition(".")[2]) in UNPACK:
+            file = file.unpack(ending)
+        if _is_not_text(file.kind):
+            return False
+        if is_plain(replace(source, name=file.kind)):
+            with contextlib.closing(file.open()) as stream:
+                block, unread = stream.read(BUFFER), MAX_SCANNED
+                is_wide = b"\0" in block[:SAMPLE] and guess_wide(block[:SAMPLE]) is not None
+                while block and unread > 0 and not is_wide:
+                    if b"\0" in block:
+                        return False
+                    unread, block = unread - len(block), stream.read(BUFFER)
+    return True
+
+
 class _Finder:
     """Resolves TEXT arguments. ``skipped`` counts unreadable paths. ``skipped_paths`` contains other skipped paths by
     kind and real path."""
@@ -135,7 +192,7 @@ class _Finder:
             raise UserError(f"{folder} is already tokenized", f"use it as it is: gpt train {shlex.quote(folder)}")
         files = self._file_sources(self._walk(folder))
         if not files:
-            raise UserError(f"the folder {folder} has no files in it (hidden ones are skipped)")
+            raise UserError(f"the folder {folder} has no text files in it (hidden ones are skipped)")
         return files
 
     def _pattern_sources(self, pattern: str) -> list[Source]:
@@ -169,11 +226,17 @@ class _Finder:
             if _has_tokens(parent):
                 folders.clear()
                 continue
-            visible_names = [name for name in sorted(folders) if not name.startswith(".")]
+            for name in _GENERATED_FOLDERS.intersection(folders):
+                self._record_skipped("folders of other programs", str(Path(parent, name)))
+            visible_names = [name for name in sorted(folders) if name[0] != "." and name not in _GENERATED_FOLDERS]
             folders[:] = [name for name in visible_names if self._mark_seen(str(Path(parent, name)), seen)]
             for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
                 kind = _file_type(path)
-                if kind == stat.S_IFREG:
+                if kind == stat.S_IFREG and _is_lock_file(Path(path).name.lower()):
+                    self._record_skipped("lock files", path)
+                elif kind == stat.S_IFREG and not _is_text(path):
+                    self._record_skipped("files that are not text", path)
+                elif kind == stat.S_IFREG:
                     yield path
                 else:
                     self._record_skipped("pipes, sockets and devices" if kind else "broken links", path)

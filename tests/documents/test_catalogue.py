@@ -19,7 +19,7 @@ import urllib.response
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +36,6 @@ from gpt.system.errors import UserError, WorkError
 
 DATA = random.Random(0).randbytes(1_000_000)
 CHECKSUM = hashlib.sha256(DATA).hexdigest()
-NO_WAIT = (0.0, 0.0)  # Two retries without a delay
 
 
 class Site:
@@ -44,39 +43,27 @@ class Site:
         self.url = ""
         self.files = {"/x": DATA}
         self.cuts: list[int] = []  # Bytes after which the next responses break off
-        self.statuses: list[int] = []  # Statuses of the next responses
         self.redirects: dict[str, str] = {}
-        self.ranges = self.lengths = True
         self.pause = 0.0  # Seconds between blocks
-        self.offset = 0  # Responses start this many bytes after the requested start.
-        self.log: list[tuple[str | None, int, int]] = []  # Of each request: Range, status, bytes sent
+        self.log: list[tuple[int, int]] = []  # Of each request: status, bytes sent
 
     @property
     def sent(self) -> int:
-        return sum(sent for _, _, sent in self.log)
+        return sum(sent for _, sent in self.log)
 
     def answer(self, request: http.server.BaseHTTPRequestHandler) -> None:
-        if request.path in self.redirects or request.path not in self.files or self.statuses:
-            status = self.statuses.pop(0) if self.statuses else 302 if request.path in self.redirects else 404
-            self.log.append((request.headers.get("Range"), status, 0))
+        if request.path in self.redirects or request.path not in self.files:
+            status = 302 if request.path in self.redirects else 404
+            self.log.append((status, 0))
             request.send_response(status)
             request.send_header("Location", self.redirects.get(request.path, ""))
             request.end_headers()
             return
         data = self.files[request.path]
-        requested_range = request.headers.get("Range")
-        start, status = 0, 200
-        if requested_range and self.ranges:
-            start = int(requested_range.removeprefix("bytes=").removesuffix("-")) + self.offset
-            status = 206 if start < len(data) else 416
-        body = data[start:]
-        request.send_response(status)
-        if status == 206:
-            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
-        if self.lengths:
-            request.send_header("Content-Length", str(len(body)))
-        body = body[: self.cuts.pop(0)] if self.cuts else body
-        self.log.append((requested_range, status, len(body)))
+        request.send_response(200)
+        request.send_header("Content-Length", str(len(data)))
+        body = data[: self.cuts.pop(0)] if self.cuts else data
+        self.log.append((200, len(body)))
         request.end_headers()
         for at in range(0, len(body), 100_000):
             request.wfile.write(body[at : at + 100_000])
@@ -125,68 +112,23 @@ def test_complete_file_is_downloaded_once(site: Site, target: Path) -> None:
     assert len(site.log) == 1
 
 
-def test_missing_file_is_an_error_and_busy_server_is_retried(site: Site, target: Path) -> None:
+def test_missing_file_is_an_error(site: Site, target: Path) -> None:
     with pytest.raises(WorkError, match="cannot download .*/none: HTTP Error 404") as error:
         fetch(site.url + "/none", target, CHECKSUM)
     assert f"download {site.url}/none; then put it at {target}" in error.value.hint
-    assert len(site.log) == 1  # A 404 is not retried.
-    site.statuses = [503, 429]
-    assert fetch(site.url + "/x", target, CHECKSUM, retry_delays=NO_WAIT).read_bytes() == DATA
 
 
-def test_refused_connection_is_not_retried(target: Path) -> None:
+def test_refused_connection_is_an_error(target: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         url = f"http://127.0.0.1:{free.getsockname()[1]}/x"
     with pytest.raises(WorkError, match=f"cannot download {url}: .*refused") as error:
-        fetch(url, target, retry_delays=[3600.0])
+        fetch(url, target)
     assert str(target) in error.value.hint
-
-
-def test_incomplete_download_resumes(site: Site, target: Path) -> None:
-    site.cuts = [1, 100_000, 123_457, 10, 299_999]
-    ends = list(accumulate(site.cuts))
-    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA), retry_delays=NO_WAIT).read_bytes() == DATA
-    assert site.sent == len(DATA)  # No byte is sent twice.
-    assert [requested_range for requested_range, _, _ in site.log] == [None, *(f"bytes={end}-" for end in ends)]
-    assert {status for _, status, _ in site.log[1:]} == {206}
-
-
-def test_download_gives_up_after_retries_without_progress(
-    site: Site, target: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    waits: list[float] = []
-    monkeypatch.setattr(download, "time", SimpleNamespace(sleep=waits.append))  # Other threads call time.sleep, too.
-    site.cuts = [0, 0, 1000, 0, 0]
-    with pytest.raises(WorkError, match="was cut after 1,000 of 1,000,000 bytes"):
-        fetch(site.url + "/x", target, CHECKSUM, retry_delays=(1, 2))
-    assert [seconds for seconds in waits if seconds] == [1, 2, 1, 2]
-    assert not target.exists()
-    assert fetch(site.url + "/x", target, CHECKSUM).read_bytes() == DATA
-    assert site.log[-1] == ("bytes=1000-", 206, len(DATA) - 1000)
-
-
-@pytest.mark.parametrize(
-    ("faults", "new_data", "statuses"),
-    [({"ranges": False}, DATA, [200, 200]), ({}, DATA[:1000], [200, 416, 200]), ({"offset": 5}, DATA, [200, 206, 200])],
-    ids=["without ranges", "shrank", "from another place"],
-)
-def test_download_restarts_if_it_cannot_resume(
-    site: Site, target: Path, faults: dict[str, Any], new_data: bytes, statuses: list[int]
-) -> None:
-    site.__dict__.update(faults)
-    site.cuts = [300_000]
-    with pytest.raises(WorkError):
-        fetch(site.url + "/x", target, retry_delays=())
-    site.files["/x"] = new_data
-    assert fetch(site.url + "/x", target, retry_delays=()).read_bytes() == new_data
-    assert [status for _, status, _ in site.log] == statuses
 
 
 def test_wrong_checksum_removes_the_download(site: Site, target: Path) -> None:
     site.files["/x"] = b"x" + DATA[1:]
-    with pytest.raises(
-        WorkError, match=r"1,000,000 bytes that differ from the published file: their sha256 is \w{16}…"
-    ):
+    with pytest.raises(WorkError, match=r"1,000,000 bytes that differ from the published file of the sha256 \w{16}…"):
         fetch(site.url + "/x", target, CHECKSUM, len(DATA))
     assert [path.name for path in target.parent.iterdir()] == [".x.bin.lock"]
     site.files["/x"] = DATA
@@ -194,17 +136,35 @@ def test_wrong_checksum_removes_the_download(site: Site, target: Path) -> None:
 
 
 def test_wrong_size_is_an_error(site: Site, target: Path) -> None:
-    with pytest.raises(WorkError, match="has 1,000,000 bytes, not the 999 that were published"):
+    with pytest.raises(WorkError, match=r"returned 131,072 bytes that differ from the published file of 999 bytes"):
         fetch(site.url + "/x", target, None, 999)
-    # The body was never fetched.
-    assert not [path for path in target.parent.iterdir() if path.suffix in (".part", ".bin")]
-    site.lengths = False
-    assert fetch(site.url + "/x", target).read_bytes() == DATA
+    site.cuts = [1000]
+    with pytest.raises(WorkError, match="was cut after 1,000 of 1,000,000 bytes"):
+        fetch(site.url + "/x", target)
+    assert not target.exists()
+    assert fetch(site.url + "/x", target).read_bytes() == DATA  # From the first byte, over the part that was left.
+
+
+def test_files_of_the_hub_are_downloaded_by_its_library(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def download(name: str, path: str, *, local_dir: Path, tqdm_class: Any, **options: str) -> str:
+        assert (name, path, options) == ("a/b", "c/d.parquet", {"repo_type": "dataset", "revision": "e"})
+        with tqdm_class(total=len(DATA), initial=0) as bar:
+            bar.update(len(DATA) // 2)
+        (local_dir / "c").mkdir(parents=True, exist_ok=True)
+        (local_dir / path).write_bytes(DATA)
+        return str(local_dir / path)
+
+    url, progress = "https://huggingface.co/datasets/a/b/resolve/e/c/d.parquet", list[int]()
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert fetch(url, target, CHECKSUM, len(DATA), lambda done, _: progress.append(done)).read_bytes() == DATA
+    assert progress == [0, len(DATA) // 2]
+    assert {path.name for path in target.parent.iterdir()} == {"x.bin", ".x.bin.lock"}
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: 1 / 0)
     target.unlink()
-    with pytest.raises(WorkError, match="returned more than the 999 bytes"):
-        fetch(site.url + "/x", target, None, 999)
-    with pytest.raises(WorkError, match="cut after 1,000,000 of 1,000,001 bytes"):
-        fetch(site.url + "/x", target, None, len(DATA) + 1, retry_delays=())
+    with pytest.raises(WorkError, match=f"{url} cannot be downloaded: division by zero"):
+        fetch(url, target)
 
 
 def test_redirects_never_leave_https(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,28 +186,6 @@ def test_full_disk_is_an_error(site: Site, target: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(download.os, "fsync", full)
     with pytest.raises(WorkError, match="cannot save .*No space left on device"):
         fetch(site.url + "/x", target)
-
-
-def test_interrupted_download_resumes(site: Site, target: Path) -> None:
-    def interrupt(done: int, total: int | None) -> None:
-        if done > 500_000:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        fetch(site.url + "/x", target, CHECKSUM, len(DATA), interrupt)
-    assert not target.exists()
-    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
-    requested_range, status, sent_bytes = site.log[-1]
-    assert (requested_range, status) == (f"bytes={len(DATA) - sent_bytes}-", 206)
-    assert sent_bytes < 500_000
-
-
-def test_complete_partial_file_is_not_fetched_again(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
-        patch.setattr(download, "file_sha256", lambda path: 1 / 0)
-        fetch(site.url + "/x", target, CHECKSUM, len(DATA))
-    assert fetch(site.url + "/x", target, CHECKSUM, len(DATA)).read_bytes() == DATA
-    assert len(site.log) == 1
 
 
 def test_concurrent_calls_download_once(site: Site, target: Path) -> None:

@@ -1,4 +1,4 @@
-"""Text of HTML, EPUB, DOCX and PDF files, and files that attack their reader."""
+"""Text of documents, and files that attack their reader."""
 
 import io
 import struct
@@ -21,7 +21,9 @@ from gpt.documents.sources import find
 from gpt.system.distribution import install_extra
 from gpt.system.errors import UserError, WorkError
 
-WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+WORD = (
+    'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main" xmlns:m="urn:math" xmlns:r="urn:relations"'
+)
 CONTAINER = '<container><rootfiles><rootfile full-path="OEBPS/book.opf"/></rootfiles></container>'
 
 
@@ -47,7 +49,9 @@ def docx(body: str, **parts: str) -> bytes:
         "word/document.xml": f"<w:document {WORD}><w:body>{body}</w:body></w:document>",
     }
     return archive(
-        members | {f"word/{name}.xml": f"<w:{name} {WORD}>{part}</w:{name}>" for name, part in parts.items()}
+        members
+        | {"word/_rels/document.xml.rels": '<a><b Id="r9" Target="page.html"/></a>', "word/page.html": "<p>inserted"}
+        | {f"word/{name}.xml": f"<w:{name} {WORD}>{part}</w:{name}>" for name, part in parts.items()}
     )
 
 
@@ -116,7 +120,7 @@ HTML = """<!DOCTYPE html><html><head><title>Site</title><style>p {}</style><scri
 def f():\r\n    return 1</pre><p>end<ruby>漢<rt>kan</rt></ruby></p><button>no</button><svg><text>no</text></svg>
 <footer>© nobody</footer><script>no</script></body></html>"""
 HTML_TEXT = (
-    "Of cats & dogs\n\nOne\xa0two\nthree four.\n\nNext hyphen\nin a div\n\na\nb\n\nc\n\nk\tv\n1\t2\n\n"
+    "Of cats & dogs\n\nOne\xa0two\nthree four.\n\nNext hyphen\n\nin a div\n\na\nb\n\nc\n\nk\tv\n1\t2\n\n"
     "def f():\n    return 1\n\nend漢"
 )
 
@@ -193,7 +197,197 @@ def test_docx_has_lists_tables_and_notes_but_no_deleted_text() -> None:
     )
     note = f"<w:footnote>{paragraph('a note')}</w:footnote>"
     data = docx(body, footnotes=note, comments=paragraph("a comment"), header1=paragraph("a header"))
-    assert read("x.docx", data) == "Title\n\nOne two\tx\ny-z\n\na\nb\n\n1 1\t2\n3\t4\n\nend\n\na note"
+    assert read("x.docx", data) == "Title\n\nOne two\tx\ny-za\n\nb\n\n1 1\t2\n3\t4\n\nend\n\na note"
+
+
+def run(text: str, properties: str = "") -> str:
+    return f'<w:r><w:rPr>{properties}</w:rPr><w:t xml:space="preserve">{text}</w:t></w:r>'
+
+
+def cells(*texts: str, properties: str = "") -> str:
+    row = "".join(
+        f"<w:tc><w:tcPr>{properties}</w:tcPr>{paragraph(text) if text else '<w:p/>'}</w:tc>" for text in texts
+    )
+    return f"<w:tr>{row}</w:tr>"
+
+
+STYLES = (
+    '<w:style w:styleId="Verzeichnis1"><w:name w:val="toc 1"/></w:style>'
+    '<w:style w:styleId="H"><w:name w:val="Secret"/><w:rPr><w:vanish/></w:rPr></w:style>'
+    '<w:style w:styleId="I"><w:name w:val="Also"/><w:basedOn w:val="H"/></w:style>'
+)
+BOX = f"<w:txbxContent>{paragraph('a box')}</w:txbxContent>"
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (paragraph("Before.") + f"<w:tbl>{cells('', '2023', '2024')}{cells('North', 'n1', '')}{cells('', '', 'n4')}</w:tbl>", "Before.\n\n\t2023\t2024\nNorth\tn1\n\t\tn4"),
+        (f"<w:tbl>{cells('wide', properties='<w:gridSpan w:val=' + chr(34) + '2' + chr(34) + '/>')}{cells('a', 'b')}</w:tbl>", "wide\na\tb"),
+        (f"<w:p>{run('seen ')}{run('SECRET', '<w:vanish/>')}{run('text', '<w:vanish w:val=' + chr(34) + '0' + chr(34) + '/>')}</w:p>" + paragraph("SECRET", "H") + paragraph("SECRET", "I"), "seen text"),
+        (f"<w:p>{run('これは')}<w:r><w:ruby><w:rt>{run('とうきょう')}</w:rt><w:rubyBase>{run('東京')}</w:rubyBase></w:ruby></w:r>{run('です')}</w:p>", "これは東京です"),
+        (paragraph("Eins 1", "Verzeichnis1") + "<w:sdt><w:sdtPr><w:docPartObj><w:docPartGallery w:val='Table of Contents'/></w:docPartObj></w:sdtPr><w:sdtContent>" + paragraph("Zwei 2") + "</w:sdtContent></w:sdt>" + paragraph("text"), "text"),
+        (f"<w:p>{run('a')}<w:r><w:sym w:font='Symbol' w:char='F061'/><w:ptab/><w:sym w:font='Wingdings' w:char='F0E0'/></w:r></w:p>", "aα\t→"),
+        (paragraph("one") + "<w:altChunk r:id='r9'/>", "one\n\ninserted"),
+        (f"<w:p><w:pPr><w:rPr><w:del/></w:rPr></w:pPr>{run('one para')}</w:p>" + paragraph("graph"), "one paragraph"),
+        (f"<w:p>{run('a sentence ')}<w:r><w:drawing>{BOX}</w:drawing></w:r>{run('goes on')}</w:p>", "a sentence goes on\n\na box"),
+        ("<w:p><m:oMath><m:r><m:t>c</m:t></m:r><m:sup><m:r><m:t>2</m:t></m:r></m:sup></m:oMath></w:p>", "c^2"),
+    ],
+    ids=["empty cells", "wide cell", "hidden", "ruby", "contents", "symbols", "chunk", "deleted mark", "text box", "formula"],
+)  # fmt: skip
+def test_docx_is_the_text_that_word_shows(body: str, expected: str) -> None:
+    assert read("x.docx", docx(body, styles=STYLES)) == expected
+
+
+KATEX = (
+    '<p>So <span class="katex"><span class="katex-mathml"><math><semantics><mi>E</mi><annotation encoding="application/x-tex">'
+    'E^2</annotation></semantics></math></span><span class="katex-html" aria-hidden="true"><b>E</b>2</span></span> is'
+)
+CONTENT = "<math><mi>E</mi><annotation-xml><ci>E</ci></annotation-xml></math>"
+
+
+@pytest.mark.parametrize(
+    ("html", "expected"),
+    [
+        ("<p hidden>draft<h2>Title</h2><p>Visible.", "Title\n\nVisible."),
+        ("<div><p hidden>SECRET<div>VISIBLE</div>end</div>", "VISIBLE\nend"),
+        ('<p style="DISPLAY: NONE">no<p>yes', "yes"),
+        ("<table><tr><td>South<td><td>s2<tr><td rowspan=2>N<td>a<td>b<tr><td>c<td>d</table>", "South\t\ts2\nN\ta\tb\n\tc\td"),
+        ("<table><tr><td>a<p>b<td>c</table>", "a\n\nb\n\nc"),
+        (KATEX, "So E^2 is"),
+        (CONTENT, "E"),
+        ("yes<!-- unclosed <p>text", "yes"),
+    ],
+    ids=range(8),
+)  # fmt: skip
+def test_html_is_read_as_browsers_do(html: str, expected: str) -> None:
+    assert read("x.html", html.encode()) == expected
+
+
+@pytest.mark.parametrize(
+    ("label", "codec", "text"),
+    [
+        ("tis-620", "cp874", "“ไทย”"), ("windows-31j", "cp932", "①"), ("x-sjis", "cp932", "日本"), ("x-gbk", "gbk", "中国"),
+        ("x-cp1251", "cp1251", "Привет"), ("iso-8859-8-i", "iso8859-8", "שלום"), ("mac", "mac-roman", "é"),
+        ("euc-kr", "cp949", "똠"), ("big5", "big5hkscs", "嘅"), ("windows-1252", "latin-1", "é\x81"),
+    ],
+)  # fmt: skip
+def test_labels_of_encodings(label: str, codec: str, text: str) -> None:
+    page = b"<meta name=description content='charset=koi8-r'><meta charset=%s><p>" % label.encode()
+    assert read("x.html", page + text.encode(codec)) == text
+
+
+def test_encoding_option_applies_where_the_declared_encoding_fails() -> None:
+    page = "<meta charset=utf-8><p>Привет".encode("cp1251")
+    assert_rejected("x.html", page, "x.html is not utf-8")
+    assert read("x.html", page, encoding="cp1251") == "Привет"
+
+
+@pytest.mark.parametrize("reference", ["c1.html#toc", "c1.html"])
+@pytest.mark.parametrize("has_wrapper", [True, False])
+def test_a_contents_page_of_an_epub_keeps_its_chapter(reference: str, has_wrapper: bool) -> None:
+    contents = '<ul><li><a href="#one">One</a></li></ul>'
+    contents = f'<div id="toc">{contents}</div>' if has_wrapper else f'<h2 id="toc">Contents</h2>{contents}'
+    page = f'{contents}<h1 id="one">One</h1><p>The ![CDATA[a < b]]> <span epub:type="pagebreak">12</span>chapter.</p>'
+    data = epub({"c1.html": page.replace("!", "<!"), "c2.html": "two"}, ["c1.html", "c2.html"])
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        members: dict[str, str | bytes] = {info.filename: file.read(info) for info in file.infolist()}
+    guide = f'<guide><reference type="toc" href="{reference}"/></guide></package>'
+    members["OEBPS/book.opf"] = file_text(members["OEBPS/book.opf"]).replace("</package>", guide)
+    text = read("x.epub", archive(members)).removeprefix("Contents\n\n" if "#" not in reference else "")
+    assert text == "One\n\nThe a < b chapter.\n\ntwo"
+
+
+def file_text(data: str | bytes) -> str:
+    return data if isinstance(data, str) else data.decode()
+
+
+RTF = rb"{\rtf1\ansi\ansicpg1252{\fonttbl{\f0 A;}{\f1\fcharset204 B;}}\f1\'cf\'f0\'e8\f0\'e9 \u8364\'80\v no\v0\par\trowd\cellx1\cellx2\intbl a\cell b\cell\row}"
+ODT = archive({"content.xml": '<office:document-content xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0" xmlns:text="urn:oasis:names:tc:opendocument:xmlns:text:1.0"><office:body><office:text><text:p>one</text:p><text:p>two</text:p></office:text></office:body></office:document-content>', "styles.xml": '<office:document-styles xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0"><office:styles/><office:automatic-styles/><office:master-styles/></office:document-styles>', "mimetype": "application/vnd.oasis.opendocument.text"})  # fmt: skip
+MAIL = b"From a@b Mon Jan  1 00:00:00 2024\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\nContent-Type: text/html; charset=latin-1\nContent-Transfer-Encoding: quoted-printable\n\n<p>caf=E9\n"
+CHAT = "\u200e[01.02.24, 12:34:56] Anna: Hi\n[01.02.24, 12:35:00] Ben: one\ntwo\n1/2/24, 1:36 PM - Anna: <Media omitted>\n1/2/24, 13:36 - Ben left\n"
+SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One</i>\ntwo\n\n00:03.000 --> 00:04.000\n{\\an8}three\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("x.rtf", RTF, ["Приé €\n\na\tb"]),
+        ("x.odt", ODT, ["one\n\ntwo"]),
+        ("x.fb2", b"<FictionBook><body><section><p>one</p><p>two</p></section></body></FictionBook>", ["one\n\ntwo"]),
+        ("x.tex", rb"\documentclass{article}\begin{document}\section{A}One $x^2$\footnote{n}.\end{document}", ["A\n\nOne x^2.\n\nn"]),
+        ("x.org", b"* A\none /two/\n", ["A\n\none two"]),
+        ("x.rst", b"A\n=\n\none *two*\n\n.. include:: /etc/passwd\n", ["A\n\none two"]),
+        ("x.ipynb", b'{"cells": [{"source": ["# A\\n", "b"]}, {"source": "1 + 1", "outputs": [{"data": {"image/png": "AAAA"}}]}]}', ["# A\nb\n\n1 + 1"]),
+        ("x.mbox", MAIL + b"\n" + MAIL.replace(b"text/html", b"text/plain").replace(b"<p>", b">From "), ["Grüße\n\ncafé", "Grüße\n\nFrom café"]),
+        ("x.srt", SUBTITLES.encode(), ["One\ntwo\nthree"]),
+        ("WhatsApp Chat with Anna.txt", CHAT.encode(), ["Anna: Hi\nBen: one\ntwo"]),
+    ],
+)  # fmt: skip
+def test_other_formats_become_their_text(name: str, data: bytes, expected: list[str]) -> None:
+    if name[2:] in ("rtf", "odt", "fb2", "tex", "org", "rst"):
+        pytest.importorskip("pypandoc")
+    assert reading.read(name, data) == expected
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("sleep 60", "x.rst takes pandoc more than 1 s"),
+        ("exit 3", "x.rst cannot be read by pandoc: it ended with status 3"),
+        ("kill -9 $$", "x.rst cannot be read by pandoc: it ended with status -9"),
+        ("head -c 9000000 /dev/zero | tr '\\0' a", "x.rst has more than 1,000 characters"),
+        (None, "x.rst needs the package pypandoc_binary"),
+    ],
+)
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
+def test_a_pandoc_that_fails_ends_in_a_line(
+    script: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if script is not None:
+        (tmp_path / "pandoc").write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / "pandoc").chmod(0o755)
+    monkeypatch.setattr(program, "find_spec", lambda name: None)
+    monkeypatch.setattr(program.shutil, "which", lambda name: str(tmp_path / "pandoc") if script else None)
+    monkeypatch.setattr(program.Text, "longest", 1000)
+    request = {"kind": "rst", "encoding": "utf-8", "errors": "strict"}
+    reply, _ = program.answer(request, io.BytesIO(b"a"), 1)
+    monkeypatch.setattr(extract, "_receive", lambda process: (reply, b""))
+    with pytest.raises(UserError, match=message) as error:
+        read("x.rst", b"a")
+    assert error.value.hint
+
+
+def test_pdf_columns_that_are_drawn_row_by_row_do_not_interleave() -> None:
+    pytest.importorskip("pypdfium2")
+    left = [
+        "The first column of this page goes",
+        "on and on until the end of its own",
+        "text, and never to the right of it",
+        "but always down the page to here.",
+    ]
+    right = [
+        "The second column has its own lines",
+        "that follow each other down the page",
+        "until nothing is left to be read on",
+        "it, as any reader would do this.",
+    ]
+    page = "".join(
+        lines(a, top=700 - 14 * i) + lines(b, left=330, top=700 - 14 * i)
+        for i, (a, b) in enumerate(zip(left, right, strict=True))
+    )
+    assert read("x.pdf", pdf(page)).split() == " ".join(left + right).split()
+    table = "".join(lines(f"row {i}", top=700 - 14 * i) + lines(f"{i}", left=330, top=700 - 14 * i) for i in range(5))
+    assert read("x.pdf", pdf(table)) == "\n".join(f"row {i}\t{i}" for i in range(5))
+
+
+def test_hyphens_of_compounds_at_the_end_of_a_pdf_line_stay() -> None:
+    pytest.importorskip("pypdfium2")
+    rows = ["Investors have long looked at the price-", "determining factors of the market, and the determi-", "nation of any price is determining the rest of it all."]  # fmt: skip
+    assert (
+        read("x.pdf", pdf(lines(*rows)))
+        == "Investors have long looked at the price-determining factors of the market, and the determination of any price is determining the rest of it all."
+    )
 
 
 def test_paragraphs_of_pdfs_are_joined_and_hyphens_mended() -> None:
@@ -262,6 +456,9 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "pdf called html": ("x.html", SCAN, "x.html is not text: it has a zero byte"),
     "html called epub": ("x.epub", HTML.encode(), "x.epub is not an EPUB, or is cut off"),
     "zip called epub": ("x.epub", archive({"a": "b"}), "x.epub is damaged: it has no META-INF/container.xml"),
+    "Word 97": ("x.doc", OLE, "x.doc is a Word 97 document"),
+    "chat of something else": ("_chat.txt", b"text", "_chat.txt is not an export of WhatsApp"),
+    "entities in fb2": ("x.fb2", b"<!DOCTYPE a [<!ENTITY a 'b'>]><FictionBook>&a;</FictionBook>", "x.fb2 (cannot be read by pandoc|has no text)"),
     "encrypted docx": ("x.docx", OLE, "x.docx is encrypted, or a .doc"),
     "docx cut": ("x.docx", docx(paragraph("a" * 999))[:-9], "x.docx is not a DOCX, or is cut off"),
     "docx of no xml": ("x.docx", docx("<w:p>"), "x.docx is damaged: mismatched tag"),

@@ -366,14 +366,12 @@ def test_json_files_are_read_in_blocks(text: str, block: int, monkeypatch: pytes
     assert read("x.json", text.encode(), skip_bad=True) == expected
 
 
-def test_long_json_files_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = json.dumps([{"text": "long é\n" * 1000}] * 3000).encode()
-    with limit_memory(10):
-        assert sum(1 for _ in documents(Reader(ReadConfig()), source("x.json", data))) == 3000
-    monkeypatch.setattr(formats, "MAX_RECORD", 1000)
-    monkeypatch.setattr(formats, "BLOCK", 100)
-    with pytest.raises(UserError, match="x.json, line 2: longer than 1,000 bytes"):
-        read("x.json", b'[{"text": "a"},\n{"text": "' + b"b" * 3000 + b'"}]')
+def test_a_long_json_file_is_an_error_with_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MAX_JSON", 1000)
+    data = json.dumps([{"text": "a" * 2000}]).encode()
+    with pytest.raises(UserError, match="x.json has more than 1,000 characters of JSON") as error:
+        read("x.json", data)
+    assert "convert it to .jsonl" in error.value.hint
 
 
 @pytest.mark.parametrize("block", [1, 2, 7, 100])
