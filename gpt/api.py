@@ -19,7 +19,7 @@ from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compile_step
-from gpt.decoding.weights import Int4Linear, dtype_name, prepare
+from gpt.decoding.weights import Int4Linear, dtype_name, find_library, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError, did_you_mean
@@ -28,8 +28,8 @@ from gpt.export_config import ExportConfig
 from gpt.interrupt import StopSignal
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.model.quantize import quantize_model
-from gpt.runs import checkpoint, folder, model_config, quantized
+from gpt.model.quantize import BITS, quantize_model
+from gpt.runs import checkpoint, folder, gguf_model, model_config
 from gpt.runs.sampling import SamplingDefaults, read_defaults
 from gpt.sample_config import Dtype, SampleConfig
 from gpt.settings import from_dict
@@ -221,30 +221,34 @@ def load(
     or damaged.
 
     ``sampling`` has the settings of later calls. If it is given, the weights are laid out for decoding, in ``dtype``.
-    The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. A
-    ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
+    The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. On a
+    CPU, the quantized matrices of a GGUF file are used as they are, unless ``dtype`` is given. A ``dtype`` of "int8" or
+    "int4" quantizes the weights.
     """
     model_path = folder.find_checkpoint(None if path is None else str(path), note)
     folder.name_base(model_path, base)
-    stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
-    if sampling is not None and dtype == "auto":
-        dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
+    is_adapter, for_decoding, bits = folder.is_adapter(model_path), sampling is not None, BITS.get(dtype)
     compute = pick(device, dtype)
-    bits, for_decoding = quantized.BITS.get(dtype), sampling is not None
-    compute = _fit_dtype(
-        model_path, compute, dtype, (for_decoding or bits is not None) and not folder.is_adapter(model_path), note
-    )
-    finish: Callable[[torch.nn.Module], object] | None = None
-    weight_dtype = torch.float32
-    if for_decoding:
-        finish, weight_dtype = functools.partial(prepare, compute=compute, note=note), compute.dtype
-    elif bits is not None:
-        finish, weight_dtype = lambda module: None, compute.dtype
+    is_packed = for_decoding and find_library(compute, note) is not None
+    quantized_types = {} if is_adapter else gguf_model.quantized_types(model_path)
+    keep_blocks = is_packed and dtype in ("auto", *BITS) and bool(quantized_types)
+    if not keep_blocks or bits is not None:
+        compute = _fit_dtype(model_path, compute, dtype, (for_decoding or bits is not None) and not is_adapter, note)
     parameters = breakdown(model_config.load_config(folder.home(model_path))).trainable
     devices.use_threads(compute, threads, parameters if for_decoding else None)
-    loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
-    if bits not in (None, stored_bits):
+    finish: Callable[[torch.nn.Module], object] | None = None
+    if for_decoding:
+        finish = functools.partial(prepare, compute=compute, note=note, bits=bits)
+    elif bits is not None:
+        finish = functools.partial(quantize_model, bits=bits, dtype=compute.dtype)
+    weight_dtype = None if is_packed else compute.dtype if finish is not None else torch.float32
+    loaded = checkpoint.load(
+        model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, keep_blocks=keep_blocks
+    )
+    if bits is not None:
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
+    elif keep_blocks and (rounded := [name for name, is_exact in quantized_types.items() if not is_exact]):
+        note(f"{', '.join(rounded)} weights are rounded to int8: --dtype float32 restores them")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
@@ -274,7 +278,7 @@ def pick(device: str, dtype: str) -> Compute:
     """Chooses the device and the dtype of unquantized weights. Raises `UserError` for an unknown dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
-    return devices.pick(device, "auto" if dtype in quantized.BITS else dtype)
+    return devices.pick(device, "auto" if dtype in BITS else dtype)
 
 
 @dataclass(frozen=True)
@@ -310,9 +314,7 @@ def bench(
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, breakdown(model.config).trainable)
-        if dtype in quantized.BITS:
-            quantize_model(model, quantized.BITS[dtype], compute.dtype)
-        prepare(model, compute, note)
+        prepare(model, compute, note, BITS.get(dtype))
         name = target
     else:
         loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=sampling)

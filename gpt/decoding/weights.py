@@ -3,8 +3,9 @@
 A prepared model only computes logits. It can be neither trained nor saved.
 """
 
+import ctypes
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -17,7 +18,7 @@ from gpt.decoding.native import PackedLinear
 from gpt.device import Compute
 from gpt.model.decoder import GPT, Attention
 from gpt.model.params import count_matmul_parameters
-from gpt.model.quantize import GROUP, Quantized, QuantizedLinear, scale_groups
+from gpt.model.quantize import GROUP, Ends, Quantized, QuantizedLinear, quantize_model, scale_groups
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -100,15 +101,18 @@ class Int4Linear(nn.Module):
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
-def prepare(model: Module, compute: Compute, note: Note = lambda text: None) -> Module:
+def prepare(model: Module, compute: Compute, note: Note = lambda text: None, bits: int | None = None) -> Module:
     """Prepares a module for fast steps, in place, and returns it.
 
-    Converts weights to the dtype of ``compute`` and linear layers to the device's fastest layout. On a CPU, this is the
-    layout of `native`. Without a C compiler, ``note`` is called, and the layout doesn't change.
+    Quantizes matrices to ``bits`` bits. Converts other weights to the dtype of ``compute``, and linear layers to the
+    device's fastest layout. On a CPU, this is the layout of `native`. Without a C compiler, ``note`` is called, and the
+    layout doesn't change.
     """
-    if compute.device.type == "cpu" and (lib := native.find(note)) is not None:
-        native.pack(model, lib, compute.dtype)
+    if (lib := find_library(compute, note)) is not None:
+        native.pack(model, lib, compute.dtype, bits)
         return model
+    if bits is not None:
+        quantize_model(model, bits, compute.dtype)
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     if compute.device.type != "cuda":
@@ -118,10 +122,16 @@ def prepare(model: Module, compute: Compute, note: Note = lambda text: None) -> 
             for name, child in list(parent.named_children()):
                 is_output = isinstance(parent, Attention) and name == "c_proj"
                 setattr(parent, name, _lay_out_for_gpu(child, compute, materialize=not is_output))
-        if isinstance(model, GPT) and model.lm_head is None:
-            model.lm_head = head = GPULinear(model.wte.weight.detach(), None)
-            model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # Shares memory.
+        if isinstance(model, GPT | Ends) and model.lm_head is None:
+            embedding: Any = model.wte
+            model.lm_head = head = GPULinear(embedding.weight.detach(), None)
+            embedding.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # Shares memory.
     return model
+
+
+def find_library(compute: Compute, note: Note) -> ctypes.CDLL | None:
+    """Returns the C decoder, or None if torch computes the steps."""
+    return native.find(note) if compute.device.type == "cpu" else None
 
 
 def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> nn.Module:
