@@ -19,7 +19,7 @@ from gpt.config import PRESETS, ReadConfig, TextConfig, TrainConfig
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import ContextPool
 from gpt.decoding.token_step import compile_step
-from gpt.decoding.weights import Int4Linear, dtype_name, find_library, prepare
+from gpt.decoding.weights import dtype_name, expected_bytes, find_library, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.device import Compute
 from gpt.errors import Interrupted, UserError, did_you_mean
@@ -232,8 +232,9 @@ def load(
     is_packed = for_decoding and find_library(compute, note) is not None
     quantized_types = {} if is_adapter else gguf_model.quantized_types(model_path)
     keep_blocks = is_packed and dtype in ("auto", *BITS) and bool(quantized_types)
-    if not keep_blocks or bits is not None:
-        compute = _fit_dtype(model_path, compute, dtype, (for_decoding or bits is not None) and not is_adapter, note)
+    own_bytes = gguf_model.packed_bytes(model_path) if keep_blocks and bits is None else None
+    casts = (for_decoding or bits is not None) and not is_adapter
+    compute = _fit_dtype(model_path, compute, dtype, casts, own_bytes, note)
     parameters = breakdown(model_config.load_config(folder.home(model_path))).trainable
     devices.use_threads(compute, threads, parameters if for_decoding else None)
     finish: Callable[[torch.nn.Module], object] | None = None
@@ -252,23 +253,23 @@ def load(
     return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
-def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
+def _fit_dtype(
+    path: Path, compute: Compute, dtype: str, casts: bool, own_bytes: int | None, note: Callable[[str], None]
+) -> Compute:
     """Changes ``compute`` to bfloat16 if ``dtype`` is "auto", loading converts the weights (``casts``), and they do not
-    fit in memory in float32. Raises `UserError` if the weights do not fit."""
-    counts, memory = breakdown(model_config.load_config(folder.home(path))), compute.memory()
-    parameters, full_size = counts.trainable, 4 * counts.trainable
-    if casts and dtype == "auto" and full_size > memory:
+    fit in memory in float32. ``own_bytes`` is the size of quantized weights that are used as they are stored. Raises
+    `UserError` if the weights do not fit."""
+    config, memory = model_config.load_config(folder.home(path)), compute.memory()
+    full_size = 4 * breakdown(config).trainable
+    if casts and dtype == "auto" and own_bytes is None and full_size > memory:
         note(
             f"float32 weights take {full_size / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16"
         )
         compute = replace(compute, dtype=torch.bfloat16)
-    # A CUDA GPU without a fast int4 kernel dequantizes the weights.
-    has_int4 = compute.device.type != "cuda" or Int4Linear.runs_on(compute.device)
-    quantizes = dtype == "int8" or (dtype == "int4" and has_int4)
-    width = 4 if not casts else 1 if quantizes else compute.dtype.itemsize
-    if width * parameters > memory:
+    needed = own_bytes or (expected_bytes(config, compute, BITS.get(dtype)) if casts else full_size)
+    if needed > memory:
         raise UserError(
-            f"the weights of {path} take {width * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
+            f"the weights of {path} take {needed / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
             "use --dtype bfloat16, int8 or int4, or a smaller model",
         )
     return compute

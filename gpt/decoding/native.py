@@ -67,12 +67,16 @@ def find(note: Note) -> ctypes.CDLL | None:
     with _finding:
         if not _found:
             try:
+                threads = torch.get_num_threads()
+                torch.set_num_threads(1)  # Threads would wait for each other in the small products of `check`.
                 lib = library.load(note)
                 check(lib)
                 _found.append(lib)
             except Exception as error:  # The compiler or the disk can fail.
                 note(f"decoding with torch, which is slower: {first_line(error):.200}")
                 _found.append(None)
+            finally:
+                torch.set_num_threads(threads)
         return _found[0]
 
 
@@ -147,6 +151,8 @@ class PackedLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.lib, (self.outputs, self.inputs) = lib, weight.shape
+        self.scales: Tensor | None = None  # (tiles, groups, 16)
+        self.minimums: Tensor | None = None
         self.bias = None if bias is None else _padded(bias, TILE)
         parts = _rows(weight) if isinstance(weight, Tensor | Quantized) else weight.parts()
         types = {part.type for part in parts}
@@ -158,9 +164,11 @@ class PackedLinear(nn.Module):
         has_minimums = types <= {Q4_1, Q4_K} if self.kind == "int4" else bool(types & {Q4_1, Q5_1, Q4_K, Q5_K})
         tiles, groups = -(-self.outputs // TILE), -(-self.inputs // GROUP)
         self.weights = _arena.allocate(tiles * TILE * groups * BYTES[self.kind], torch.int32).view(tiles, -1, TILE)
-        halves = [_arena.allocate(tiles * groups * TILE * 2, torch.float16).view(tiles, groups, TILE) for _ in range(2)]
-        self.scales = halves[0] if self.kind[:3] == "int" else None
-        self.minimums = halves[1] if self.kind[:3] == "int" and has_minimums else None
+        if self.kind in ("int8", "int4"):
+            self.scales = _arena.allocate(tiles * groups * TILE * 2, torch.float16).view(tiles, groups, TILE)
+            self.minimums = (
+                _arena.allocate(self.scales.nbytes, torch.float16).view_as(self.scales) if has_minimums else None
+            )
         self.elements = self.outputs * self.inputs
         self.nbytes = sum(part.nbytes for part in (self.weights, self.scales, self.minimums) if part is not None)
         for type_, rows, outputs in parts:

@@ -12,12 +12,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt.config import GPTConfig
 from gpt.decoding import native
 from gpt.decoding.library import Note
 from gpt.decoding.native import PackedLinear
 from gpt.device import Compute
 from gpt.model.decoder import GPT, Attention
-from gpt.model.params import count_matmul_parameters
+from gpt.model.params import breakdown, count_matmul_parameters
 from gpt.model.quantize import GROUP, Ends, Quantized, QuantizedLinear, quantize_model, scale_groups
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -149,7 +150,7 @@ def _lay_out_for_gpu(module: nn.Module, compute: Compute, materialize: bool) -> 
 def dtype_name(model: GPT, compute: Compute) -> str:
     """Returns the dtype in which steps read most matrices of a prepared model, like ``int4`` or ``int8``."""
     names = [name for module in model.h.modules() if (name := _quantized_name(module))]
-    return min(names, default=compute.dtype_name)
+    return max(sorted({*names}), key=names.count, default=compute.dtype_name)
 
 
 def _quantized_name(module: nn.Module) -> str | None:
@@ -173,6 +174,16 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
         elif isinstance(module, QuantizedLinear):
             unquantized, total = unquantized - math.prod(module.weight.shape), total + module.weight.nbytes
     return unquantized * compute.dtype.itemsize + total
+
+
+def expected_bytes(config: GPTConfig, compute: Compute, bits: int | None) -> int:
+    """Returns the bytes of all weights of a model that will be prepared."""
+    parameters, embedding = breakdown(config).trainable, config.vocab_size * config.n_embd
+    # A CUDA GPU without a fast int4 kernel dequantizes the weights.
+    if bits is None or (bits == 4 and compute.device.type == "cuda" and not Int4Linear.runs_on(compute.device)):
+        return parameters * compute.dtype.itemsize
+    scale = 2 / GROUP
+    return int((parameters - embedding) * (bits / 8 + scale) + embedding * (1 + scale))
 
 
 def resident_bytes(model: GPT, compute: Compute) -> int:

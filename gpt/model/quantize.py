@@ -188,7 +188,7 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
 def range_error(weight: Tensor | Quantized | Blocks, dtype: str) -> UserError:
     """Returns the error for a scale that is NaN or too large for float16."""
     if not isinstance(weight, Tensor):
-        return UserError("weights are damaged: a scale is NaN or infinite", "copy or download the model again")
+        return NotANumber("the scales of quantized weights are NaN or infinite")
     if not weight.isfinite().all():
         return NotANumber("weights cannot be quantized: some are NaN or infinite")
     return UserError(f"weights are too large for {dtype}, which has float16 scales", "use --dtype bfloat16 or float32")

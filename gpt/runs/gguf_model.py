@@ -18,7 +18,7 @@ from gpt.distribution import install_extra
 from gpt.errors import UserError, WorkError
 from gpt.gguf_header import HINT, Header, TensorInfo, header, is_gguf, mapped
 from gpt.model.params import Parameter, Shape, named_parameters
-from gpt.model.quantize import EXACT, F32, Q6_K, Rows
+from gpt.model.quantize import EXACT, F32, Q4_0, Q4_1, Q4_K, Q6_K, Rows
 from gpt.runs import hf, tensors
 from gpt.runs.model_config import ARCHES, OTHER_MODEL, ROPE_FREQS
 
@@ -98,6 +98,12 @@ def quantized_types(path: Path) -> dict[str, bool]:
     types = sorted({info.type for info in header(path).tensors.values()}) if is_gguf(path) else []
     names = {type_: import_gguf().GGMLQuantizationType(type_).name for type_ in types}
     return {name: type_ in EXACT for type_, name in names.items() if name not in _DTYPES}
+
+
+def packed_bytes(path: Path) -> int:
+    """Returns the bytes of a file's quantized weights when `gpt.decoding` uses them as they are."""
+    sizes = dict.fromkeys((Q4_0, Q4_1, Q4_K), 5 / 8)  # Bytes per weight of 4 bits with a scale and a minimum.
+    return int(sum(math.prod(info.shape) * sizes.get(info.type, 17 / 16) for info in header(path).tensors.values()))
 
 
 def open_weights(path: Path, config: GPTConfig) -> dict[str, Callable[[], Tensor | FileBlocks]]:
