@@ -246,6 +246,8 @@ def load(
     loaded = checkpoint.load(
         model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, keep_blocks=keep_blocks
     )
+    if for_decoding:
+        devices.trim_memory()
     if bits is not None:
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
     elif keep_blocks and (rounded := [name for name, is_exact in quantized_types.items() if not is_exact]):

@@ -111,9 +111,7 @@ def _make_test_model(config: GPTConfig, bits: int | None) -> GPT:
     }
     model.load_state_dict(state, assign=True)
     model.build_position_tables()
-    if bits is not None:
-        quantize_model(model, bits)
-    return model
+    return model if bits is None else quantize_model(model, bits)
 
 
 class _Arena:

@@ -19,7 +19,7 @@ from gpt.decoding.native import PackedLinear
 from gpt.device import Compute
 from gpt.model.decoder import GPT, Attention
 from gpt.model.params import breakdown, count_matmul_parameters
-from gpt.model.quantize import GROUP, Ends, Quantized, QuantizedLinear, quantize_model, scale_groups
+from gpt.model.quantize import GROUP, Ends, MappedEmbedding, Quantized, QuantizedLinear, quantize_model, scale_groups
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -187,6 +187,7 @@ def expected_bytes(config: GPTConfig, compute: Compute, bits: int | None) -> int
 
 
 def resident_bytes(model: GPT, compute: Compute) -> int:
-    """Returns the bytes of all weights, including an embedding that is separate from the LM head."""
-    separate = 0 if model.config.tied else model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
+    """Returns the bytes of all weights in memory, including an embedding that is separate from the LM head."""
+    is_in_memory = not (model.config.tied or isinstance(model.get_submodule("wte"), MappedEmbedding))
+    separate = is_in_memory * model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
     return weight_bytes(model, compute) + separate

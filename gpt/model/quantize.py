@@ -6,7 +6,7 @@ inputs (`multiply`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -17,6 +17,7 @@ from gpt.errors import NotANumber, UserError
 from gpt.model.decoder import GPT
 from gpt.model.params import GROUP as GROUP
 
+Module = TypeVar("Module", bound=nn.Module)
 # GGUF types whose blocks decoder.c reads, by ggml's numbers.
 F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30
 EXACT = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K}  # Their levels are used as they are.
@@ -251,9 +252,9 @@ class Ends(nn.Module):
         self.wte, self.lm_head = wte, lm_head  # None if the LM head is the embedding.
 
 
-def quantize_model(module: nn.Module, bits: int, dtype: torch.dtype = torch.float32) -> None:
-    """Quantizes a model, its `Ends` or a block in place. The blocks' matrices get ``bits`` bits, and the token
-    embedding and the LM head get 8. The model dequantizes embedding rows to ``dtype``."""
+def quantize_model(module: Module, bits: int, dtype: torch.dtype = torch.float32) -> Module:
+    """Quantizes a model, its `Ends` or a block in place, and returns it. The blocks' matrices get ``bits`` bits, and
+    the token embedding and the LM head get 8. The model dequantizes embedding rows to ``dtype``."""
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
@@ -262,6 +263,7 @@ def quantize_model(module: nn.Module, bits: int, dtype: torch.dtype = torch.floa
         matrix = to_int8(module.wte.weight)
         module.lm_head = module.lm_head or QuantizedLinear(matrix, None)
         module.set_submodule("wte", QuantizedEmbedding(matrix, dtype))
+    return module
 
 
 def head_bits(name: str, bits: int) -> int:

@@ -133,7 +133,7 @@ def test_dtype_option_quantizes_in_c_and_in_torch(folders: Callable[[str], Path]
     in_c, in_torch, exact = logits(path, dtype=dtype, sampling=SAMPLING), logits(path, dtype=dtype), logits(path)
     tolerance = 0 if dtype == "int8" else 1e-3
     if shape == "untied":
-        tolerance = 1e-2  # In C, an embedding that is not the LM head is not rounded.
+        tolerance = 5e-2  # In C, an embedding that is not the LM head is not rounded.
     assert (in_c - in_torch).abs().max() <= tolerance * exact.abs().max()
     assert 1e-4 < (in_c - exact).abs().max() / exact.abs().max() < (0.1 if dtype == "int8" else 1)
 
@@ -146,7 +146,7 @@ def test_c_and_torch_choose_the_same_int4_scales() -> None:
     expected, packed = to_int4(weight), native.PackedLinear(lib, weight, None, 4).restore()
     assert isinstance(packed, Quantized)
     assert (packed.scales != expected.scales).float().mean() < 1e-2
-    errors = [(matrix.dequantize() - weight).square().mean() for matrix in (packed, expected)]
+    errors = [(matrix.dequantize() - weight).square().mean().item() for matrix in (packed, expected)]
     assert errors[0] == pytest.approx(errors[1], rel=1e-4)
 
 
