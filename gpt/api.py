@@ -27,13 +27,13 @@ from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
-from gpt.decoding.weights import Int4Linear, dtype_name, prepare
+from gpt.decoding.weights import dtype_name, expected_bytes, find_library, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.insight.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
-from gpt.model.quantize import quantize_model
-from gpt.runs import checkpoint, folder, model_config, quantized
+from gpt.model.quantize import BITS, quantize_model
+from gpt.runs import checkpoint, folder, gguf_model, model_config
 from gpt.runs.sampling import SamplingDefaults, read_defaults
 from gpt.system.errors import Interrupted, UserError, did_you_mean
 from gpt.system.interrupt import StopSignal
@@ -227,51 +227,58 @@ def load(
     or damaged.
 
     ``sampling`` has the settings of later calls. If it is given, the weights are laid out for decoding, in ``dtype``.
-    The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. A
-    ``dtype`` of "int8" or "int4" quantizes the weights, unless the checkpoint already has that dtype.
+    The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. On a
+    CPU, the quantized matrices of a GGUF file are used as they are, unless ``dtype`` is given. A ``dtype`` of "int8" or
+    "int4" quantizes the weights.
     """
     model_path = folder.with_base(folder.find_checkpoint(None if path is None else str(path), note), base)
-    stored_bits = None if folder.is_adapter(model_path) else model_config.load_bits(model_path)
-    if sampling is not None and dtype == "auto":
-        dtype = next((name for name, width in quantized.BITS.items() if width == stored_bits), dtype)
+    is_adapter, for_decoding, bits = folder.is_adapter(model_path), sampling is not None, BITS.get(dtype)
     compute = pick(device, dtype)
-    bits, for_decoding = quantized.BITS.get(dtype), sampling is not None
-    compute = _fit_dtype(
-        model_path, compute, dtype, (for_decoding or bits is not None) and not folder.is_adapter(model_path), note
-    )
-    finish: Callable[[torch.nn.Module], object] | None = None
-    weight_dtype = torch.float32
-    if for_decoding:
-        finish, weight_dtype = functools.partial(prepare, compute=compute, note=note), compute.dtype
-    elif bits is not None:
-        finish, weight_dtype = lambda module: None, compute.dtype
+    is_packed = for_decoding and find_library(compute, note) is not None
+    quantized_types = {} if is_adapter else gguf_model.quantized_types(model_path)
+    keep_blocks = is_packed and dtype in ("auto", *BITS) and bool(quantized_types)
+    own_bytes = gguf_model.packed_bytes(model_path) if keep_blocks and bits is None else None
+    casts = (for_decoding or bits is not None) and not is_adapter
+    compute = _fit_dtype(model_path, compute, dtype, casts, own_bytes, note)
     parameters = breakdown(model_config.load_config(folder.home(model_path))).trainable
     devices.use_threads(compute, threads, parameters if for_decoding else None)
-    loaded = checkpoint.load(model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, bits=bits)
+    finish: Callable[[torch.nn.Module], object] | None = None
+    if for_decoding:
+        finish = functools.partial(prepare, compute=compute, note=note, bits=bits)
+    elif bits is not None:
+        finish = functools.partial(quantize_model, bits=bits, dtype=compute.dtype)
+    weight_dtype = None if is_packed else compute.dtype if finish is not None else torch.float32
+    loaded = checkpoint.load(
+        model_path, compute.device, dtype=weight_dtype, mapped=True, finish=finish, keep_blocks=keep_blocks
+    )
     if native.is_packed(loaded.model):
         compute = devices.lend_threads(compute)
-    if bits not in (None, stored_bits):
+    if for_decoding:
+        devices.trim_memory()
+    if bits is not None:
         note(f"{dtype} rounds the weights: gpt eval TEXT with and without --dtype {dtype} shows the loss in quality")
+    elif keep_blocks and (rounded := [name for name, is_exact in quantized_types.items() if not is_exact]):
+        note(f"{', '.join(rounded)} weights are rounded to int8: --dtype float32 restores them")
     return LanguageModel(loaded.model, loaded.tokenizer, compute, model_path, note)
 
 
-def _fit_dtype(path: Path, compute: Compute, dtype: str, casts: bool, note: Callable[[str], None]) -> Compute:
+def _fit_dtype(
+    path: Path, compute: Compute, dtype: str, casts: bool, own_bytes: int | None, note: Callable[[str], None]
+) -> Compute:
     """Changes ``compute`` to bfloat16 if ``dtype`` is "auto", loading converts the weights (``casts``), and they do not
-    fit in memory in float32. Raises `UserError` if the weights do not fit."""
-    counts, memory = breakdown(model_config.load_config(folder.home(path))), compute.memory()
-    parameters, full_size = counts.trainable, 4 * counts.trainable
-    if casts and dtype == "auto" and full_size > memory:
+    fit in memory in float32. ``own_bytes`` is the size of quantized weights that are used as they are stored. Raises
+    `UserError` if the weights do not fit."""
+    config, memory = model_config.load_config(folder.home(path)), compute.memory()
+    full_size = 4 * breakdown(config).trainable
+    if casts and dtype == "auto" and own_bytes is None and full_size > memory:
         note(
             f"float32 weights take {full_size / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available: using bfloat16"
         )
         compute = replace(compute, dtype=torch.bfloat16)
-    # A CUDA GPU without a fast int4 kernel dequantizes the weights.
-    has_int4 = compute.device.type != "cuda" or Int4Linear.runs_on(compute.device)
-    quantizes = dtype == "int8" or (dtype == "int4" and has_int4)
-    width = 4 if not casts else 1 if quantizes else compute.dtype.itemsize
-    if width * parameters > memory:
+    needed = own_bytes or (expected_bytes(config, compute, BITS.get(dtype)) if casts else full_size)
+    if needed > memory:
         raise UserError(
-            f"the weights of {path} take {width * parameters / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
+            f"the weights of {path} take {needed / 1e9:,.1f} GB, and {memory / 1e9:,.1f} GB are available",
             "use --dtype bfloat16, int8 or int4, or a smaller model",
         )
     return compute
@@ -281,7 +288,7 @@ def pick(device: str, dtype: str) -> Compute:
     """Chooses the device and the dtype of unquantized weights. Raises `UserError` for an unknown dtype."""
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
-    return devices.pick(device, "auto" if dtype in quantized.BITS else dtype)
+    return devices.pick(device, "auto" if dtype in BITS else dtype)
 
 
 @dataclass(frozen=True)
@@ -314,9 +321,7 @@ def bench(
         with compute.device:
             model = GPT(PRESETS[target].model).eval()
         devices.use_threads(compute, threads, breakdown(model.config).trainable)
-        if dtype in quantized.BITS:
-            quantize_model(model, quantized.BITS[dtype], compute.dtype)
-        prepare(model, compute, note)
+        prepare(model, compute, note, BITS.get(dtype))
         compute = devices.lend_threads(compute) if native.is_packed(model) else compute
         name = target
     else:

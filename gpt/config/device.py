@@ -65,6 +65,12 @@ class Compute:
         return f"{self.device.type}{threads}, {self.dtype_name}"
 
 
+def trim_memory() -> None:
+    """Returns freed memory to the system. Only glibc keeps it and can return it."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def upload(values: Any, device: torch.device) -> Tensor:
     """Copies an array or nested lists to a device. Uses pinned memory for a GPU, so that the host does not wait."""
     tensor = torch.as_tensor(values)

@@ -6,10 +6,10 @@ from typing import Literal
 from gpt.config.settings import check_options, option
 from gpt.system.errors import UserError, check_text, did_you_mean
 
-FolderDtype = Literal["float32", "bfloat16", "float16", "int8", "int4"]
+FolderDtype = Literal["float32", "bfloat16", "float16"]
 PageDtype = Literal["float32", "bfloat16", "float16", "int8"]
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]  # GGUF's names of float32, float16, int8 and int4.
-ExportDtype = Literal[FolderDtype, FileType]
+ExportDtype = Literal[FolderDtype, "int8", "int4", FileType]
 PAGE_OPTIONS = ("title", "about", "prompts", "with_text")
 # The Hub's license identifiers, from its model card documentation.
 _LICENSES = """

@@ -5,7 +5,7 @@
 
    Position p of a slot is in column p modulo the number of columns, a multiple of 16. Attention visits keys in the order
    of their positions, so a result does not depend on the number of columns. */
-#include "products.h"
+#include "packing.h"
 
 enum { SLACK = 64 }; /* Columns of a windowed layer beyond its window, so positions that a pass may append. */
 enum { QUERIES = VL == 16 ? 4 : 2 }; /* queries that share the keys and values which attention loads */
@@ -26,7 +26,7 @@ typedef struct {
     int32_t n_layer, n_embd, n_head, n_kv_head, head_size, n_inner, is_gated, max_rows;
     float epsilon;
     int32_t unused;
-    Linear wte, lm_head;
+    Linear wte, lm_head; /* If wte has no weights, the caller of `forward` looks up embeddings. */
     const float *position_table; /* (positions, n_embd), or NULL */
     const float *rope;           /* cosines and sines, (2, rope_positions, head_size), or NULL */
     int64_t rope_positions;
@@ -76,7 +76,7 @@ static char *lay_out(const Model *m, Pass *p) {
     p->prepared.numbers = (float *)carve(&at, 4 * all_rows * p->widest);
     p->prepared.levels = (int8_t *)carve(&at, all_rows * p->widest);
     p->prepared.scales = (float *)carve(&at, all_rows * p->widest / 8);
-    p->prepared.offsets = (int32_t *)carve(&at, all_rows * p->widest / 8);
+    p->prepared.sums = (int32_t *)carve(&at, all_rows * p->widest / 8);
     return at;
 }
 
@@ -129,9 +129,13 @@ static void rotate(float *v, const float *cosines, const float *sines, int64_t D
     }
 }
 
-static void embed(const Model *m, float *x, int32_t id, int64_t position) {
-    const float *added = m->position_table ? m->position_table + position * m->n_embd : NULL;
-    for (int64_t k = 0; k < m->n_embd; k++) x[k] = weight_at(&m->wte, id, k) + (added ? added[k] : 0);
+static void embed(const Pass *p, int row) {
+    const Model *m = p->m;
+    const float *added = m->position_table ? m->position_table + (int64_t)p->positions[row] * m->n_embd : NULL;
+    for (int64_t k = 0; k < m->n_embd; k++) {
+        const float x = m->wte.weights ? weight_at(&m->wte, p->ids[row], k) : p->out[row * m->n_embd + k];
+        p->x[row * p->x_stride + k] = x + (added ? added[k] : 0);
+    }
 }
 
 enum { NOTHING, NORMALIZE, ACTIVATE };
@@ -144,7 +148,7 @@ static Rows prepare(const Pass *p, int thread, const float *source, int64_t stri
     const int is_single = p->rows == 1;
     const int64_t own = is_single ? m->max_rows + BLOCK + thread : 0, groups = GROUPS(width);
     const Rows to = {p->prepared.numbers + own * p->widest, p->prepared.levels + own * p->widest,
-                     p->prepared.scales + own * p->widest / 32, p->prepared.offsets + own * p->widest / 32, groups};
+                     p->prepared.scales + own * p->widest / 32, p->prepared.sums + own * p->widest / 32, groups};
     float *changed = p->normed + thread * p->widest;
     for (int r = is_single ? 0 : thread; r < p->rows; r += is_single ? 1 : threads) {
         const float *row = source + r * stride;
@@ -153,7 +157,7 @@ static Rows prepare(const Pass *p, int thread, const float *source, int64_t stri
         if (first == NOTHING) memcpy(changed, row, width * sizeof(float));
         memset(changed + width, 0, (groups * GROUP - width) * sizeof(float));
         const int start = r - r % BLOCK, R = block_size(p->rows - start);
-        if (kind >= INT8) quantize_row(changed, &to, start, r - start, R, kind);
+        if (kind >= INT8) quantize_row(changed, &to, start, r - start, R);
         else copy_row(changed, &to, start, r - start, R);
     }
     if (!is_single) barrier();
@@ -303,14 +307,15 @@ static void block(const Pass *p, int thread, const Block *b) {
 static void trunk(void *pass, int thread) {
     const Pass *p = pass;
     const Model *m = p->m;
-    for (int r = thread; r < p->rows; r += threads) embed(m, p->x + r * p->x_stride, p->ids[r], p->positions[r]);
+    for (int r = thread; r < p->rows; r += threads) embed(p, r);
     barrier();
     for (int i = 0; i < m->n_layer; i++) block(p, thread, m->h + i);
     for (int r = thread; r < p->rows; r += threads)
         normalize(p->out + r * m->n_embd, p->x + r * p->x_stride, m->n_embd, &m->ln_f, m->epsilon);
 }
 
-/* Appends `count` tokens to their slots, and writes the normalized residual stream, (count, n_embd), to `out`. */
+/* Appends `count` tokens to their slots, and writes the normalized residual stream, (count, n_embd), to `out`. If `wte`
+   has no weights, `out` contains the embeddings. */
 void forward(const Model *m, int count, const int32_t *ids, const int32_t *slots, const int32_t *positions, float *out,
              int thread_count) {
     Pass p = {0};
@@ -342,11 +347,4 @@ void unembed(const Model *m, int count, const float *x, float *out, int thread_c
         p.x = (float *)x + (int64_t)start * m->n_embd;
         in_parallel(head, &p, thread_count);
     }
-}
-
-/* Interleaves rows of words for `Linear`: (rows, words) → (tiles, padded words, 16). */
-void interleave(const uint32_t *source, int64_t rows, int64_t words, int64_t padded_words, uint32_t *target) {
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t k = 0; k < words; k++)
-            target[(r / TILE * padded_words + k) * TILE + r % TILE] = source[r * words + k];
 }

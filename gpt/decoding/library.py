@@ -20,7 +20,7 @@ import torch
 
 from gpt.system import programs
 
-SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "products.h")]
+SOURCES = [Path(__file__).with_name(name) for name in ("decoder.c", "packing.h", "products.h")]
 # Without -ffp-contract=off, the compiler could round the same sum differently in two kernels.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fPIC", "-shared", "-pthread", "-Wno-psabi"]
 NATIVE = ["-mcpu=native"] if platform.machine().lower() in ("arm64", "aarch64") else ["-march=native"]
@@ -36,7 +36,15 @@ def _structure(name: str, **fields: Any) -> Any:
 
 # The structures of decoder.c, which documents their fields.
 Linear = _structure(
-    "Linear", weights=_pointer, scales=_pointer, bias=_pointer, outputs=_int, inputs=_int, kind=_int, unused=_int
+    "Linear",
+    weights=_pointer,
+    scales=_pointer,
+    minimums=_pointer,
+    bias=_pointer,
+    outputs=_int,
+    inputs=_int,
+    kind=_int,
+    unused=_int,
 )
 Norm = _structure("Norm", weight=_pointer, bias=_pointer)
 Block = _structure(
@@ -97,7 +105,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("memory_size", _long, [model]),
         ("forward", None, [model, _int, _pointer, _pointer, _pointer, _pointer, _int]),
         ("unembed", None, [model, _int, _pointer, _pointer, _int]),
-        ("interleave", None, [_pointer, _long, _long, _long, _pointer]),
+        ("pack", _int, [ctypes.POINTER(Linear), _int, _pointer, _long, _long, _pointer, _int]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

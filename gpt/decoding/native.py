@@ -23,11 +23,34 @@ from gpt.decoding.library import Note
 from gpt.model.cache import KVCache
 from gpt.model.decoder import GPT
 from gpt.model.params import GROUP, WINDOW_SLACK
-from gpt.model.quantize import Quantized, QuantizedLinear, multiply, quantize_model, to_tensor
+from gpt.model.quantize import (
+    BF16,
+    F16,
+    F32,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q5_1,
+    Q5_K,
+    Q8_0,
+    Blocks,
+    Ends,
+    MappedLinear,
+    Quantized,
+    QuantizedLinear,
+    Rows,
+    bits_of_rows,
+    head_bits,
+    multiply,
+    quantize_model,
+    range_error,
+    to_tensor,
+)
 from gpt.system.errors import first_line
 
 # Bytes of a group of 32 inputs, in the order of the kinds in products.h.
 BYTES = {"float32": 128, "bfloat16": 64, "int8": 32, "int4": 16}
+TYPES = {torch.float32: F32, torch.float16: F16, torch.bfloat16: BF16}
 TILE = 16  # Outputs that a matrix interleaves, and cache columns that keys interleave.
 ARENA = 2**26  # Bytes of memory that matrices share.
 ROWS = 128  # Maximum rows of a pass, to limit activation memory.
@@ -44,12 +67,16 @@ def find(note: Note) -> ctypes.CDLL | None:
     with _finding:
         if not _found:
             try:
+                threads = torch.get_num_threads()
+                torch.set_num_threads(1)  # Threads would wait for each other in the small products of `check`.
                 lib = library.load(note)
                 check(lib)
                 _found.append(lib)
             except Exception as error:  # The compiler or the disk can fail.
                 note(f"decoding with torch, which is slower: {first_line(error):.200}")
                 _found.append(None)
+            finally:
+                torch.set_num_threads(threads)
         return _found[0]
 
 
@@ -93,16 +120,16 @@ class _Arena:
     def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, size: int) -> Tensor:
-        """Returns zeroed bytes. Their address is a multiple of 64."""
-        size = -(-size // 64) * 64
+    def allocate(self, needed: int, dtype: torch.dtype) -> Tensor:
+        """Returns ``needed`` bytes of zeros. Their address is a multiple of 64."""
+        size = -(-needed // 64) * 64
         if size > len(self._free):
             memory = mmap.mmap(-1, max(size, ARENA), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(AttributeError, OSError):  # Only Linux has huge pages, if its kernel does.
                 memory.madvise(mmap.MADV_HUGEPAGE)
             self._free = torch.frombuffer(memory, dtype=torch.uint8)
         part, self._free = self._free[:size], self._free[size:]
-        return part
+        return part[:needed].view(dtype)
 
 
 _arena = _Arena()
@@ -112,34 +139,48 @@ class PackedLinear(nn.Module):
     """A linear map in the layout of products.h: (tiles, words, 16), with 1 float32, 2 bfloat16, 4 int8 or 8 int4
     elements in a word.
 
-    A float32 matrix whose elements are all bfloat16 numbers is stored in bfloat16, which has the same results. In
-    torch, for inspecting a model, products use the restored matrix.
+    Quantized blocks keep their levels and scales if they have 4 or 5 bits or are Q8_0. With ``bits``, a matrix is
+    quantized. A float32 matrix whose elements are all bfloat16 numbers is stored in bfloat16, which has the same
+    results. In torch, for inspecting a model, products use the restored matrix.
     """
 
-    def __init__(self, lib: ctypes.CDLL, weight: Tensor | Quantized, bias: Tensor | None) -> None:
+    def __init__(
+        self, lib: ctypes.CDLL, weight: Tensor | Quantized | Blocks, bias: Tensor | None, bits: int | None = None
+    ) -> None:
         super().__init__()
         self.lib, (self.outputs, self.inputs) = lib, weight.shape
         self.scales: Tensor | None = None  # (tiles, groups, 16)
+        self.minimums: Tensor | None = None
         self.bias = None if bias is None else _padded(bias, TILE)
-        if isinstance(weight, Quantized):
-            self.kind, elements = f"int{weight.bits}", weight.levels
-            scales = F.pad(weight.scales, (0, 0, 0, -self.outputs % TILE))
-            self.scales = scales.view(-1, TILE, scales.size(1)).transpose(1, 2).contiguous()
+        parts = _rows(weight) if isinstance(weight, Tensor | Quantized) else weight.parts()
+        types = {part.type for part in parts}
+        if bits is None and isinstance(weight, Tensor):
+            self.kind = "bfloat16" if types == {BF16} else "float32"
         else:
-            elements = weight.detach().contiguous()
-            if elements.dtype == torch.float32 and not (elements.view(torch.int32) & 0xFFFF).any():
-                elements = elements.bfloat16()
-            self.kind = "bfloat16" if elements.dtype == torch.bfloat16 else "float32"
-            elements = elements if self.kind == "bfloat16" else elements.float()
-        self.weights = _interleave(lib, elements.view(torch.uint8), -(-self.inputs // GROUP) * BYTES[self.kind] // 4)
+            bits = bits or (4 if types == {Q4_0} or types <= {Q4_1, Q4_K} else 8)
+            self.kind = f"int{bits_of_rows(self.inputs, bits)}"
+        has_minimums = types <= {Q4_1, Q4_K} if self.kind == "int4" else bool(types & {Q4_1, Q5_1, Q4_K, Q5_K})
+        tiles, groups = -(-self.outputs // TILE), -(-self.inputs // GROUP)
+        self.weights = _arena.allocate(tiles * TILE * groups * BYTES[self.kind], torch.int32).view(tiles, -1, TILE)
+        if self.kind in ("int8", "int4"):
+            self.scales = _arena.allocate(tiles * groups * TILE * 2, torch.float16).view(tiles, groups, TILE)
+            self.minimums = (
+                _arena.allocate(self.scales.nbytes, torch.float16).view_as(self.scales) if has_minimums else None
+            )
         self.elements = self.outputs * self.inputs
-        self.nbytes = self.weights.nbytes + (0 if self.scales is None else self.scales.nbytes)
+        self.nbytes = sum(part.nbytes for part in (self.weights, self.scales, self.minimums) if part is not None)
+        for type_, rows, outputs in parts:
+            arguments = (type_, rows.data_ptr(), len(rows), rows.size(1), outputs.data_ptr(), torch.get_num_threads())
+            with _calling:
+                is_infinite = lib.pack(self.describe(), *arguments)
+            if is_infinite:
+                raise range_error(weight, self.kind)
 
     def describe(self) -> Any:
         """Returns the C structure."""
         return library.Linear(
-            self.weights.data_ptr(), _address(self.scales), _address(self.bias), self.outputs, self.inputs,
-            [*BYTES].index(self.kind),
+            self.weights.data_ptr(), _address(self.scales), _address(self.minimums), _address(self.bias), self.outputs,
+            self.inputs, [*BYTES].index(self.kind),
         )  # fmt: skip
 
     def restore(self, rows: slice | Tensor = slice(None)) -> Tensor | Quantized:
@@ -149,9 +190,9 @@ class PackedLinear(nn.Module):
         if self.scales is None:
             return words.view(torch.bfloat16 if self.kind == "bfloat16" else torch.float32)[:, : self.inputs]
         scales = self.scales[index // TILE, :, index % TILE]
-        if self.kind == "int4":
-            return Quantized(words.view(torch.uint8), scales)
-        return Quantized(words.view(torch.int8)[:, : self.inputs], scales)
+        minimums = None if self.minimums is None else self.minimums[index // TILE, :, index % TILE]
+        levels = words.view(torch.uint8) if self.kind == "int4" else words.view(torch.int8)[:, : self.inputs]
+        return Quantized(levels, scales, minimums)
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out)."""
@@ -176,33 +217,45 @@ class PackedEmbedding(nn.Module):
         return to_tensor(self.matrix.restore(ids.flatten())).float().view(*ids.shape, -1)
 
 
-def pack(module: nn.Module, lib: ctypes.CDLL, dtype: torch.dtype = torch.float32) -> None:
-    """Packs all matrices of a module in place, and a model's embedding, which shares the memory of a tied LM head.
-    Unquantized matrices are rounded to ``dtype``. Everything else becomes float32, as activations are."""
+def pack(module: nn.Module, lib: ctypes.CDLL, dtype: torch.dtype = torch.float32, bits: int | None = None) -> None:
+    """Packs all matrices of a module in place. An embedding that is tied to an LM head shares its memory.
+    Unquantized matrices are rounded to ``dtype``, or to ``bits`` bits. Everything else becomes float32, as activations
+    are."""
 
-    def pack_matrix(weight: Tensor | Quantized, bias: Tensor | None = None) -> PackedLinear:
-        return PackedLinear(lib, weight if isinstance(weight, Quantized) else weight.to(dtype), bias)
+    def pack_matrix(name: str, weight: Any, bias: Tensor | None = None) -> PackedLinear:
+        if isinstance(weight, Tensor) and bits is None and dtype != torch.float32:
+            weight = weight.to(dtype)
+        return PackedLinear(lib, weight, bias, None if bits is None else head_bits(name, bits))
 
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear | QuantizedLinear):
-                setattr(parent, name, pack_matrix(child.weight, child.bias))
-    if isinstance(module, GPT):
-        if module.lm_head is None:
-            module.lm_head = pack_matrix(module.wte.weight)
-        matrix = module.lm_head if module.config.tied else pack_matrix(module.wte.weight)
-        assert isinstance(matrix, PackedLinear)
-        module.set_submodule("wte", PackedEmbedding(matrix))
+            if isinstance(child, nn.Linear | QuantizedLinear | MappedLinear):
+                setattr(parent, name, pack_matrix(name, child.weight, child.bias))
+    if isinstance(module, GPT | Ends) and module.lm_head is None:
+        module.lm_head = pack_matrix("lm_head", module.wte.weight)
+        module.set_submodule("wte", PackedEmbedding(module.lm_head))
     module.float()
 
 
-def _interleave(lib: ctypes.CDLL, rows: Tensor, words: int) -> Tensor:
-    """Copies the bytes of a matrix, (out, bytes), to the layout of products.h, padded to ``words`` per output."""
-    rows = F.pad(rows, (0, -rows.size(1) % 4)).contiguous()
-    tiles = -(-len(rows) // TILE)
-    target = _arena.allocate(4 * tiles * words * TILE)
-    lib.interleave(rows.data_ptr(), len(rows), rows.size(1) // 4, words, target.data_ptr())
-    return target.view(torch.int32)[: tiles * words * TILE].view(tiles, words, TILE)
+def _rows(weight: Tensor | Quantized) -> list[Rows]:
+    """Returns a matrix as rows of a GGUF type."""
+    if isinstance(weight, Quantized):
+        levels = F.pad(weight.levels, (0, -weight.levels.size(1) % GROUP if weight.bits == 8 else 0))
+        parts = [part for part in (weight.scales, weight.minimums) if part is not None]
+        blocks = [part[..., None].contiguous().view(torch.uint8) for part in parts]
+        blocks += [levels.view(torch.uint8).view(len(levels), parts[0].size(1), -1)]
+        data, type_ = torch.cat(blocks, dim=2).flatten(1), Q8_0 if weight.bits == 8 else Q4_0
+    else:
+        elements = weight.detach().contiguous()
+        if elements.dtype == torch.float32 and _is_bfloat16(elements):
+            elements = elements.bfloat16()
+        data, type_ = elements.view(torch.uint8), TYPES[elements.dtype]
+    return [Rows(type_, data, torch.arange(len(data)))]
+
+
+def _is_bfloat16(elements: Tensor) -> bool:
+    """Whether all elements are bfloat16 numbers. Looks at the first row before it reads the others."""
+    return not any((rows.view(torch.int16)[:, ::2] != 0).any() for rows in (elements[:1], elements))
 
 
 def _padded(vector: Tensor, multiple: int = GROUP) -> Tensor:
@@ -223,8 +276,9 @@ class Decoder:
     """The steps of a packed model with a KV cache whose keys are tiled."""
 
     def __init__(self, model: GPT, cache: KVCache, threads: int = 0) -> None:
-        head, embedding = model.lm_head, model.get_submodule("wte")
-        assert isinstance(head, PackedLinear) and isinstance(embedding, PackedEmbedding)
+        head, self._embedding = model.lm_head, model.get_submodule("wte")
+        assert isinstance(head, PackedLinear)
+        wte = self._embedding.matrix.describe() if isinstance(self._embedding, PackedEmbedding) else library.Linear()
         config = model.config
         self.model, self.cache, self._lib, self._kept = model, cache, head.lib, list[object]()
         self.threads, self._steps = threads or torch.get_num_threads(), 0
@@ -238,7 +292,7 @@ class Decoder:
             head_size=config.head_size, n_inner=config.mlp_width, is_gated=config.mlp == "swiglu",
             # A pass must not overwrite positions that it attends to.
             max_rows=WINDOW_SLACK if is_ring else ROWS,
-            epsilon=config.layer_norm_epsilon, wte=embedding.matrix.describe(), lm_head=head.describe(),
+            epsilon=config.layer_norm_epsilon, wte=wte, lm_head=head.describe(),
             position_table=None if table is None else self._keep(table.detach().float().contiguous()),
             h=ctypes.addressof(self._blocks), ln_f=self._describe_norm(model.ln_f),
         )  # fmt: skip
@@ -283,7 +337,10 @@ class Decoder:
         self.model.grow_rope_table(end)
         if (rope := self.model.rope) is not None:
             self._c.rope, self._c.rope_positions = rope.data_ptr(), rope.size(1)
-        x = torch.empty(len(rows), config.n_embd)
+        if isinstance(self._embedding, PackedEmbedding):
+            x = torch.empty(len(rows), config.n_embd)
+        else:
+            x = self._embedding(ids).float().contiguous()
         inputs = [array.ctypes.data for array in (id_array, rows, positions)]
         self._call(self._lib.forward, len(rows), *inputs, x.data_ptr())
         return x

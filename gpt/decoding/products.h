@@ -63,9 +63,10 @@ typedef uint16_t vh_memory __attribute__((vector_size(2 * VL), aligned(2), may_a
 enum { FLOAT32, BFLOAT16, INT8, INT4 }; /* kinds of matrices */
 
 typedef struct { /* A linear map. Missing outputs of the last tile and inputs of the last group are 0. */
-    const void *weights;    /* (tiles, words, 16); byte j of an int4 group has inputs j and j + 16 */
-    const uint16_t *scales; /* int8 and int4: float16, (tiles, groups, 16) */
-    const float *bias;      /* (tiles, 16), or NULL */
+    const void *weights;      /* (tiles, words, 16); byte j of an int4 group has inputs j and j + 16 */
+    const uint16_t *scales;   /* int8 and int4: float16, (tiles, groups, 16) */
+    const uint16_t *minimums; /* NULL, or float16, (tiles, groups, 16): a weight is level · scale + minimum */
+    const float *bias;        /* (tiles, 16), or NULL */
     int32_t outputs, inputs, kind, unused;
 } Linear;
 
@@ -229,22 +230,23 @@ static void in_parallel(Work *function, void *its_argument, int count) {
 /* ---- Rows of inputs ---- */
 
 typedef struct { /* Rows in blocks of 1, 4 or 8 rows, which are interleaved like the outputs of a tile: */
-    float *numbers;   /* (inputs, rows of the block), for float32 and bfloat16 matrices */
-    int8_t *levels;   /* (words of 4, rows of the block, 4), for int8 and int4 matrices */
-    float *scales;    /* (groups, rows of the block) */
-    int32_t *offsets; /* (groups, rows of the block): the sum of the levels times `offset_per_level` */
+    float *numbers; /* (inputs, rows of the block), for float32 and bfloat16 matrices */
+    int8_t *levels; /* (words of 4, rows of the block, 4), for int8 and int4 matrices */
+    float *scales;  /* (groups, rows of the block) */
+    int32_t *sums;  /* (groups, rows of the block), of levels */
     int64_t groups;
 } Rows;
 
 /* Returns the rows of the next block if `left` rows are left. The last block can have fewer. */
 static int block_size(int left) { return BLOCK == 8 && left > 4 ? 8 : left > 1 ? 4 : 1; }
 
-/* Stored int4 levels are 0 … 15 and mean −8 … 7. With VNNI, int8 levels get 128 added while they are read. */
-INLINE int offset_per_level(int kind) { return kind == INT4 ? -8 : -128 * VNNI; }
+/* Returns what to add to each level that a kernel reads. Stored int4 levels are 0 … 15, and mean −8 … 7 if the matrix has
+   no minimums. With VNNI, int8 levels get 128 added while they are read. */
+INLINE int level_offset(const Linear *m, int kind) { return kind == INT8 ? -128 * VNNI : m->minimums ? 0 : -8; }
 
 /* Rounds a row to levels −127 … 127 with a scale per group. It becomes row `r` of the block that begins at row `start`
    and has R rows. A NaN or infinity makes the scale NaN. */
-static void quantize_row(const float *x, const Rows *to, int64_t start, int r, int R, int kind) {
+static void quantize_row(const float *x, const Rows *to, int64_t start, int r, int R) {
     int32_t *words = (int32_t *)to->levels + start * to->groups * 8 + r;
     int64_t at = start * to->groups + r;
     for (int64_t g = 0; g < to->groups; g++, x += GROUP, at += R, words += 8 * R) {
@@ -260,7 +262,7 @@ static void quantize_row(const float *x, const Rows *to, int64_t start, int r, i
         }
         EACH(j, 8) words[j * R] = bytes[j];
         to->scales[at] = top / 127 + 0 * total(sum);
-        to->offsets[at] = isfinite(total(sum)) ? offset_per_level(kind) * (int)total(sum) : 0;
+        to->sums[at] = isfinite(total(sum)) ? (int)total(sum) : 0;
     }
 }
 
@@ -299,14 +301,16 @@ INLINE void multiply_levels(const Linear *m, const Rows *x, int64_t row, int64_t
     const int64_t groups = x->groups;
     const char *w = (const char *)m->weights + tile * groups * words * 64;
     const uint16_t *scales = m->scales + tile * groups * TILE;
-    const int32_t *levels = (const int32_t *)x->levels + row * groups * 8, *offsets = x->offsets + row * groups;
+    const uint16_t *minimums = m->minimums ? m->minimums + tile * groups * TILE : NULL;
+    const int32_t *levels = (const int32_t *)x->levels + row * groups * 8, *level_sums = x->sums + row * groups;
     const float *x_scales = x->scales + row * groups;
     vf sums[N][R][VECTORS];
     EACH(t, N) EACH(r, R) EACH(n, VECTORS) sums[t][r][n] = (vf){};
-    for (int64_t g = 0; g < groups; g++, w += words * 64, scales += TILE, levels += 8 * R, offsets += R, x_scales += R)
+    const int offset = level_offset(m, kind);
+    for (int64_t g = 0; g < groups; g++, w += words * 64, levels += 8 * R, level_sums += R, x_scales += R)
         EACH(t, N) {
             vi dots[R][VECTORS];
-            EACH(r, R) EACH(n, VECTORS) dots[r][n] = (vi){} + offsets[r];
+            EACH(r, R) EACH(n, VECTORS) dots[r][n] = (vi){} + offset * level_sums[r];
             EACH(j, words) EACH(n, VECTORS) {
                 const vi word = *(const vi_memory *)(w + (t * groups * words + j) * 64 + 4 * VL * n);
                 if (kind == INT8) {
@@ -319,11 +323,14 @@ INLINE void multiply_levels(const Linear *m, const Rows *x, int64_t row, int64_t
                 }
             }
             EACH(n, VECTORS) {
-                const vf scale = load_half(scales + t * groups * TILE + VL * n);
+                const vf scale = load_half(scales + (t * groups + g) * TILE + VL * n);
                 EACH(r, R) {
                     const vf dots_of_row = __builtin_convertvector(dots[r][n], vf);
                     sums[t][r][n] = multiply_add(dots_of_row, scale * x_scales[r], sums[t][r][n]);
                 }
+                if (!minimums) continue;
+                const vf minimum = load_half(minimums + (t * groups + g) * TILE + VL * n);
+                EACH(r, R) sums[t][r][n] = multiply_add(minimum, splat(level_sums[r] * x_scales[r]), sums[t][r][n]);
             }
         }
     EACH(t, N) EACH(r, R) EACH(n, VECTORS) store(y[t * R + r] + VL * n, sums[t][r][n]);
@@ -387,9 +394,9 @@ static float weight_at(const Linear *m, int64_t output, int64_t input) {
             (uint32_t)((const uint16_t *)tile_group)[(k / 2 * TILE + lane) * 2 + k % 2] << 16};
         return u.number;
     }
-    uint16_t scales[VL] = {m->scales[g * TILE + lane]};
-    const float scale = load_half(scales)[0];
-    if (m->kind == INT8) return scale * ((const int8_t *)tile_group)[(k / 4 * TILE + lane) * 4 + k % 4];
-    const uint8_t pair = ((const uint8_t *)tile_group)[(k % 16 / 4 * TILE + lane) * 4 + k % 4];
-    return scale * ((k < 16 ? pair & 15 : pair >> 4) - 8);
+    const uint16_t halves[2][VL] = {{m->scales[g * TILE + lane]}, {m->minimums ? m->minimums[g * TILE + lane] : 0}};
+    const float scale = load_half(halves[0])[0], minimum = load_half(halves[1])[0];
+    const int8_t byte = ((const int8_t *)tile_group)[(k % (m->kind == INT8 ? 32 : 16) / 4 * TILE + lane) * 4 + k % 4];
+    const int level = m->kind == INT8 ? byte : (k < 16 ? byte & 15 : byte >> 4 & 15) + level_offset(m, INT4);
+    return level * scale + minimum;
 }

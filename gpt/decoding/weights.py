@@ -3,8 +3,9 @@
 A prepared model only computes logits. It can be neither trained nor saved.
 """
 
+import ctypes
 import math
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.nn as nn
@@ -12,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt.config.device import Compute
+from gpt.config.model import GPTConfig
 from gpt.decoding import native
 from gpt.decoding.library import Note
 from gpt.decoding.native import PackedLinear
 from gpt.model.decoder import GPT
-from gpt.model.params import count_matmul_parameters
-from gpt.model.quantize import GROUP, Quantized, QuantizedLinear, scale_groups
+from gpt.model.params import breakdown, count_matmul_parameters
+from gpt.model.quantize import GROUP, Ends, MappedEmbedding, Quantized, QuantizedLinear, quantize_model, scale_groups
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -85,15 +87,18 @@ class Int4Linear(nn.Module):
         return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 8
 
 
-def prepare(model: Module, compute: Compute, note: Note = lambda text: None) -> Module:
+def prepare(model: Module, compute: Compute, note: Note = lambda text: None, bits: int | None = None) -> Module:
     """Prepares a module for fast steps, in place, and returns it.
 
-    Converts weights to the dtype of ``compute`` and linear layers to the device's fastest layout. On a CPU, this is the
-    layout of `native`. Without a C compiler, ``note`` is called, and the layout doesn't change.
+    Quantizes matrices to ``bits`` bits. Converts other weights to the dtype of ``compute``, and linear layers to the
+    device's fastest layout. On a CPU, this is the layout of `native`. Without a C compiler, ``note`` is called, and the
+    layout doesn't change.
     """
-    if compute.device.type == "cpu" and (lib := native.find(note)) is not None:
-        native.pack(model, lib, compute.dtype)
+    if (lib := find_library(compute, note)) is not None:
+        native.pack(model, lib, compute.dtype, bits)
         return model
+    if bits is not None:
+        quantize_model(model, bits, compute.dtype)
     if compute.dtype != torch.float32:
         model.to(compute.dtype)
     if compute.device.type != "cuda":
@@ -102,10 +107,16 @@ def prepare(model: Module, compute: Compute, note: Note = lambda text: None) -> 
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 setattr(parent, name, _lay_out_for_gpu(child, compute))
-        if isinstance(model, GPT) and model.lm_head is None:
-            model.lm_head = head = GPULinear(model.wte.weight.detach(), None)
-            model.wte.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # Shares memory.
+        if isinstance(model, GPT | Ends) and model.lm_head is None:
+            embedding: Any = model.wte
+            model.lm_head = head = GPULinear(embedding.weight.detach(), None)
+            embedding.weight = nn.Parameter(head.weight[: head.outputs], requires_grad=False)  # Shares memory.
     return model
+
+
+def find_library(compute: Compute, note: Note) -> ctypes.CDLL | None:
+    """Returns the C decoder, or None if torch computes the steps."""
+    return native.find(note) if compute.device.type == "cpu" else None
 
 
 def _lay_out_for_gpu(module: nn.Module, compute: Compute) -> nn.Module:
@@ -123,7 +134,7 @@ def _lay_out_for_gpu(module: nn.Module, compute: Compute) -> nn.Module:
 def dtype_name(model: GPT, compute: Compute) -> str:
     """Returns the dtype in which steps read most matrices of a prepared model, like ``int4`` or ``int8``."""
     names = [name for module in model.h.modules() if (name := _quantized_name(module))]
-    return min(names, default=compute.dtype_name)
+    return max(sorted({*names}), key=names.count, default=compute.dtype_name)
 
 
 def _quantized_name(module: nn.Module) -> str | None:
@@ -149,7 +160,18 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     return unquantized * compute.dtype.itemsize + total
 
 
+def expected_bytes(config: GPTConfig, compute: Compute, bits: int | None) -> int:
+    """Returns the bytes of all weights of a model that will be prepared."""
+    parameters, embedding = breakdown(config).trainable, config.vocab_size * config.n_embd
+    # A CUDA GPU without a fast int4 kernel dequantizes the weights.
+    if bits is None or (bits == 4 and compute.device.type == "cuda" and not Int4Linear.runs_on(compute.device)):
+        return parameters * compute.dtype.itemsize
+    scale = 2 / GROUP
+    return int((parameters - embedding) * (bits / 8 + scale) + embedding * (1 + scale))
+
+
 def resident_bytes(model: GPT, compute: Compute) -> int:
-    """Returns the bytes of all weights, including an embedding that is separate from the LM head."""
-    separate = 0 if model.config.tied else model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
+    """Returns the bytes of all weights in memory, including an embedding that is separate from the LM head."""
+    is_in_memory = not (model.config.tied or isinstance(model.get_submodule("wte"), MappedEmbedding))
+    separate = is_in_memory * model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
     return weight_bytes(model, compute) + separate

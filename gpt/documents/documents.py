@@ -15,15 +15,9 @@ from typing import Any, ClassVar, TypeVar
 
 from gpt.config.text import ReadConfig
 from gpt.documents import formats
-from gpt.documents.extract import KINDS, Extractor
+from gpt.documents.extract import Extractor, document_kind
 from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text_form
 from gpt.documents.unpack import (
-from gpt.config import ReadConfig
-from gpt.errors import UserError, WorkError
-from gpt.text import formats
-from gpt.text.extract import Extractor, document_kind
-from gpt.text.formats import RecordForm, Records, TextEncoding, Value, text_form
-from gpt.text.unpack import (
     MEMBERS,
     UNPACK,
     ByteStream,

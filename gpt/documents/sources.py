@@ -20,22 +20,11 @@ from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
-from gpt.distribution import install, install_extra
 from gpt.documents import catalogue
-from gpt.documents.documents import OnNote, Skipped
+from gpt.documents.documents import OnNote, Skipped, is_plain
 from gpt.documents.download import OnBytes, ignore
-from gpt.documents.unpack import ByteStream, Copy, Source, file_source, reason, translate_errors
-from gpt.errors import UserError, WorkError, did_you_mean
-from gpt.system.distribution import install, install_extra
-from gpt.system.errors import UserError, WorkError, did_you_mean
-from gpt.system.files import suggest_name
-from gpt.text import catalogue
-from gpt.text.documents import OnNote, Skipped, is_plain
-from gpt.text.download import OnBytes, ignore
-from gpt.text.formats import SAMPLE, guess_wide
-from gpt.text.token_folder import is_token_folder
-from gpt.text.tokenizer_save import RANKS, TOKENIZER_JSON
-from gpt.text.unpack import (
+from gpt.documents.formats import SAMPLE, guess_wide
+from gpt.documents.unpack import (
     BUFFER,
     UNPACK,
     ByteStream,
@@ -47,6 +36,9 @@ from gpt.text.unpack import (
     reason,
     translate_errors,
 )
+from gpt.system.distribution import install, install_extra
+from gpt.system.errors import UserError, WorkError, did_you_mean
+from gpt.system.files import suggest_name
 from gpt.tokenizers.saving import RANKS, TOKENIZER_JSON
 
 DEFAULT_CORPUS = "pydocs"

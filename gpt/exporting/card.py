@@ -9,11 +9,11 @@ from gpt.exporting.provenance import HUB_NAME, Provenance, Text
 from gpt.exporting.source import SourceModel
 from gpt.insight.evaluate import Evaluation
 from gpt.model.params import breakdown
-from gpt.runs import hf, quantized
+from gpt.runs import hf
 from gpt.system.words import counted
 
 Quote = Callable[[str], str]  # Formats a name.
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, **quantized.BITS}
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
 @dataclass(frozen=True)
@@ -63,20 +63,19 @@ def _front_matter(source: SourceModel, facts: Facts) -> str:
     datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
     lines = [
         f"license: {facts.license or 'unknown'}",
-        f"library_name: {'transformers' if _loads_in_transformers(source, facts) else 'gpt'}",
+        f"library_name: {'transformers' if _loads_in_transformers(source) else 'gpt'}",
         "pipeline_tag: text-generation",
         *([f"base_model: {json.dumps(bases[0])}"] if bases else []),
         *(["datasets:", *(f"- {json.dumps(name)}" for name in datasets)] if datasets else []),
         "tags:",
         "- gpt",
         *([f"- {source.config.layout}"] if source.config.layout != hf.OWN_TYPE else []),
-        *([f"- {facts.dtype}"] if facts.dtype in quantized.BITS else []),
     ]
     return "\n".join(["---", *lines, "---"])
 
 
-def _loads_in_transformers(source: SourceModel, facts: Facts) -> bool:
-    return source.config.layout != hf.OWN_TYPE and facts.dtype not in quantized.BITS
+def _loads_in_transformers(source: SourceModel) -> bool:
+    return source.config.layout != hf.OWN_TYPE
 
 
 def _introduction(source: SourceModel, facts: Facts) -> str:
@@ -194,7 +193,7 @@ def _usage(source: SourceModel, facts: Facts) -> Iterator[str]:
     name, is_chat_model = _escape(facts.name), source.tokenizer.chat_template is not None
     command = "chat" if is_chat_model else 'sample "Once upon"'
     yield f"```console\ngpt {command} -m {shlex.quote(name)}\n```"
-    if _loads_in_transformers(source, facts):
+    if _loads_in_transformers(source):
         inputs = 'tokenizer("Once upon", return_tensors="pt")'
         if is_chat_model:
             inputs = (

@@ -19,7 +19,7 @@ from gpt.exporting.provenance import KEY
 from gpt.exporting.source import SourceModel
 from gpt.insight.report import find_training_tokens
 from gpt.model.params import breakdown, named_parameters
-from gpt.model.quantize import Quantized
+from gpt.model.quantize import Blocks
 from gpt.runs import folder as run_folder
 from gpt.runs import gguf_model
 from gpt.runs.checkpoint import Parameters
@@ -78,7 +78,8 @@ def find_target(out: str, config: ExportConfig) -> Target:
     format = _SUFFIXES.get(path.suffix.lower(), "folder")
     types = _TYPES[format]
     if config.dtype is not None and config.dtype not in types:
-        raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", f"use {', '.join(types)}")
+        way = "use -o NAME.gguf" if config.dtype in _TYPES["gguf"] else f"use {', '.join(types)}"
+        raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", way)
     if format != "folder" and config.samples:
         raise UserError(f"--samples go into the model card, and {_NAMES[format]} has none", "leave them out")
     given = [name for name in PAGE_OPTIONS if getattr(config, name) is not None and getattr(config, name) is not False]
@@ -123,8 +124,8 @@ def read_back(source: SourceModel, target: Target) -> Parameters:
     """Returns the weights after a round trip through the target."""
     restore = {"gguf": gguf, "html": html, "folder": folder}[target.format].restore_parameter
 
-    def get(name: str) -> Tensor | Quantized:
-        value: Tensor | Quantized = restore(source.config, name, source.weights[name](), target.type)
+    def get(name: str) -> Tensor:
+        value: Tensor = restore(source.config, name, source.weights[name](), target.type)
         return value
 
     return {name: partial(get, name) for name in source.weights}
@@ -169,7 +170,7 @@ def write(
     unread = {name: p.numel for name, p in named_parameters(source.config).items()}
     total = sum(unread.values())
 
-    def read_counted(name: str) -> Tensor | Quantized:
+    def read_counted(name: str) -> Tensor | Blocks:
         on_written(total - sum(unread.values()), total)  # The parameters before this one.
         unread.pop(name, None)
         return source.weights[name]()

@@ -20,7 +20,7 @@ from gpt.exporting import gguf_tokenizer
 from gpt.exporting.source import SourceModel
 from gpt.model.params import Parameter, named_parameters
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import GROUP, Quantized, to_int4, to_tensor
+from gpt.model.quantize import GROUP, Blocks, to_int4, to_tensor
 from gpt.runs.checkpoint import Parameters
 from gpt.runs.gguf_model import FileTensor, file_tensors, import_gguf
 from gpt.runs.model_config import ARCHES, ROPE_FREQS
@@ -98,9 +98,9 @@ def write(path: Path, source: SourceModel, kind: str, name: str, license: str | 
     def pieces() -> Iterator[bytes | memoryview]:
         yield header
         for parameter, group in tensors.items():
-            value = weights[parameter]()
+            value = to_tensor(weights[parameter]())
             for tensor, own_kind in group:
-                data = _encode(parameter, _select_rows(value, tensor.rows), own_kind)
+                data = _encode(parameter, value[tensor.rows], own_kind)
                 yield np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
                 yield bytes(-data.nbytes % import_gguf().GGUF_DEFAULT_ALIGNMENT)
 
@@ -155,17 +155,13 @@ def _build_header(
     return file.getvalue() + bytes(-file.tell() % writer.data_alignment)
 
 
-def _select_rows(value: Tensor | Quantized, rows: slice | Tensor) -> Tensor | Quantized:
-    return Quantized(value.levels[rows], value.scales[rows]) if isinstance(value, Quantized) else value[rows]
-
-
-def _encode(name: str, value: Tensor | Quantized, kind: str) -> Array:
+def _encode(name: str, value: Tensor, kind: str) -> Array:
     """Encodes a parameter as float32, float16, or rows of quantized blocks. Raises `UserError` for values that the type
     cannot represent."""
-    if kind == "q4_0":
-        return _encode_q4_0(name, value)
-    gguf, values = import_gguf(), to_tensor(value).float()
+    gguf, values = import_gguf(), value.float()
     encoded: Array
+    if kind == "q4_0":
+        return _encode_q4_0(name, values)
     if kind == "q8_0":
         with np.errstate(over="ignore", invalid="ignore"):
             encoded = gguf.quants.quantize(values.numpy(), gguf.GGMLQuantizationType.Q8_0)
@@ -177,22 +173,20 @@ def _encode(name: str, value: Tensor | Quantized, kind: str) -> Array:
     return encoded
 
 
-def _encode_q4_0(name: str, value: Tensor | Quantized) -> Array:
-    """Encodes rows as blocks of 18 bytes: a scale, then the levels as in `Quantized`. An int4 matrix is not rounded
-    again."""
-    if not isinstance(value, Quantized) or value.bits != 4:
-        try:
-            value = to_int4(to_tensor(value).float())
-        except UserError as error:
-            raise UserError(f"{name}: {error.message}", _OTHER_TYPE) from None
-    rows, groups = value.scales.shape
-    scales = value.scales.view(torch.uint8).view(rows, groups, 2)
-    return torch.cat([scales, value.levels.view(rows, groups, GROUP // 2)], dim=2).flatten(1).numpy()
+def _encode_q4_0(name: str, values: Tensor) -> Array:
+    """Encodes rows as blocks of 18 bytes: a scale, then the levels as in `Quantized`."""
+    try:
+        matrix = to_int4(values)
+    except UserError as error:
+        raise UserError(f"{name}: {error.message}", _OTHER_TYPE) from None
+    rows, groups = matrix.scales.shape
+    scales = matrix.scales.view(torch.uint8).view(rows, groups, 2)
+    return torch.cat([scales, matrix.levels.view(rows, groups, GROUP // 2)], dim=2).flatten(1).numpy()
 
 
-def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, kind: str) -> Tensor:
+def restore_parameter(config: GPTConfig, name: str, value: Tensor | Blocks, kind: str) -> Tensor:
     """Returns a parameter in float32, after a round trip through a file with matrices of type ``kind``."""
     gguf = import_gguf()
     own_kind = _parameter_kind(named_parameters(config)[name], kind)
-    values = gguf.quants.dequantize(_encode(name, value, own_kind), gguf.GGMLQuantizationType[own_kind.upper()])
-    return torch.from_numpy(values)
+    encoded = _encode(name, to_tensor(value), own_kind)
+    return torch.from_numpy(gguf.quants.dequantize(encoded, gguf.GGMLQuantizationType[own_kind.upper()]))

@@ -34,7 +34,7 @@ from gpt.insight.copying import IDS_PER_PASS, MAX_IDS
 from gpt.insight.openings import find_openings
 from gpt.model.params import Parameter, breakdown, named_parameters
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import LEVELS, Quantized, to_tensor
+from gpt.model.quantize import LEVELS, Blocks, to_tensor
 from gpt.playground.page import MODEL, assemble
 from gpt.runs import folder
 from gpt.system.errors import NotANumber, UserError
@@ -184,7 +184,7 @@ def write(
     return len(layout.tensors)
 
 
-def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:
+def restore_parameter(config: GPTConfig, name: str, value: Tensor | Blocks, dtype: str) -> Tensor:
     """Returns a parameter after a round trip through a page with matrices in ``dtype``."""
     parameter = named_parameters(config)[name]
     kind = _kind(parameter, dtype)
@@ -316,14 +316,14 @@ def _stream(source: SourceModel, layout: _Layout) -> Iterator[Array]:
             yield np.zeros(-len(padded) % _ALIGNMENT, np.uint8)
 
 
-def _encode(name: str, parameter: Parameter, value: Tensor | Quantized, kind: str) -> list[Array]:
+def _encode(name: str, parameter: Parameter, value: Tensor | Blocks, kind: str) -> list[Array]:
     """Returns a parameter's values, or its levels and scales. Raises `UserError` for values out of range."""
     if kind == "i8":
         return [tensor.numpy() for tensor in _round_rows(value)]
     return [round_values(name, value, _DTYPES[kind])]
 
 
-def _round_rows(value: Tensor | Quantized) -> tuple[Tensor, Tensor]:
+def _round_rows(value: Tensor | Blocks) -> tuple[Tensor, Tensor]:
     """Returns int8 levels, and the scale of each row, whose largest element becomes ±127. Raises `NotANumber`."""
     rows = to_tensor(value).float()
     scales = rows.abs().amax(1) / LEVELS

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpt.config.settings import MAX_FLOAT32, Count, checked
 from gpt.documents import catalogue
-from gpt.runs import folder, hub, model_config
+from gpt.runs import folder, gguf_model, hub
 from gpt.runs.record import RunRecord, Table
 from gpt.system.errors import UserError
 from gpt.system.files import read_json, read_regular
@@ -74,7 +74,8 @@ def read_provenance(path: Path, words: str) -> Provenance:
     provenance = _read_files(path)
     if provenance.texts is None and not _is_exported(path):  # The model's training is unknown.
         provenance = replace(provenance, ancestors=_find_ancestors(words, path))
-    return replace(provenance, bits=min(provenance.bits, model_config.load_bits(folder.home(path)) or 32))
+    type_bits = [int(re.findall(r"\d", name)[0]) for name in gguf_model.quantized_types(path)]  # 4 for Q4_K.
+    return replace(provenance, bits=min([provenance.bits, *type_bits]))
 
 
 def _read_files(path: Path, depth: int = 0) -> Provenance:

@@ -14,8 +14,8 @@ from gpt.config.model import GPTConfig
 from gpt.exporting.provenance import CARD
 from gpt.exporting.source import SourceModel
 from gpt.model.params import Parameter, named_parameters
-from gpt.model.quantize import Quantized, to_tensor
-from gpt.runs import checkpoint, quantized, tensors
+from gpt.model.quantize import Blocks, to_tensor
+from gpt.runs import checkpoint, tensors
 from gpt.runs import folder as run_folder
 from gpt.system.errors import UserError
 from gpt.system.files import atomic_folder, to_json, write_file
@@ -43,24 +43,18 @@ def _checkpoint_files(source: SourceModel, dtype: str, meta: dict[str, Any]) -> 
     """Returns the checkpoint's files by name. Weights are read and converted to ``dtype`` while writing."""
     extras = checkpoint.TokenizerFiles(source.tokenizer, source.config, source.sampling)
     table = named_parameters(source.config)
-    if dtype in quantized.BITS:
-        store = quantized.to_stored(source.config, quantized.BITS[dtype], source.weights)
-        files = checkpoint.contents(
-            source.config, {}, extras, meta, lambda *_: checkpoint.split_into_files(store), dtype
-        )
-    else:
-        weights = {name: _convert(name, table[name], get, dtype) for name, get in source.weights.items()}
-        files = checkpoint.contents(source.config, weights, extras, meta, dtype=dtype)
+    weights = {name: _convert(name, table[name], get, dtype) for name, get in source.weights.items()}
+    files = checkpoint.contents(source.config, weights, extras, meta, dtype=dtype)
     tokenizer_config = json.loads(extras.files.get(TOKENIZER_CONFIG, b"{}"))
     portable_config = {key: value for key, value in tokenizer_config.items() if key not in _MACHINE_KEYS}
     return files if portable_config == tokenizer_config else {**files, TOKENIZER_CONFIG: to_json(portable_config)}
 
 
-def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Quantized], dtype: str) -> tensors.Deferred:
+def _convert(name: str, parameter: Parameter, get: Callable[[], Tensor | Blocks], dtype: str) -> tensors.Deferred:
     return tensors.Deferred(parameter.shape, lambda: round_values(name, get(), dtype), tensors.CODES[dtype])
 
 
-def round_values(name: str, value: Tensor | Quantized, dtype: str) -> np.ndarray[Any, Any]:
+def round_values(name: str, value: Tensor | Blocks, dtype: str) -> np.ndarray[Any, Any]:
     """Rounds a parameter to ``dtype``; bfloat16 is returned as uint16. Raises `UserError` for values out of range."""
     rounded = to_tensor(value).to(DTYPES[dtype])
     if not rounded.isfinite().all():
@@ -68,8 +62,6 @@ def round_values(name: str, value: Tensor | Quantized, dtype: str) -> np.ndarray
     return (rounded.view(torch.uint16) if dtype == "bfloat16" else rounded).numpy()
 
 
-def restore_parameter(config: GPTConfig, name: str, value: Tensor | Quantized, dtype: str) -> Tensor | Quantized:
+def restore_parameter(config: GPTConfig, name: str, value: Tensor | Blocks, dtype: str) -> Tensor:
     """Returns a parameter after a round trip through a folder in ``dtype``."""
-    if dtype in quantized.BITS:
-        return quantized.quantize_parameter(named_parameters(config)[name], value, quantized.BITS[dtype])
     return to_tensor(value).to(DTYPES[dtype]).float()

@@ -1,10 +1,12 @@
 """Quantization of matrices to int8 or int4, with a scale per group of 32 elements of a row.
 
-Levels and scales are as in GGUF's Q8_0 and Q4_0. On a CPU, products also round their inputs (`multiply`).
+Levels and scales are as in GGUF's Q8_0 and Q4_0, or with minimums as in Q4_1. On a CPU, products also round their
+inputs (`multiply`).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 import torch.nn as nn
@@ -15,6 +17,11 @@ from gpt.model.decoder import GPT
 from gpt.model.params import GROUP as GROUP
 from gpt.system.errors import NotANumber, UserError
 
+Module = TypeVar("Module", bound=nn.Module)
+# GGUF types whose blocks decoder.c reads, by ggml's numbers.
+F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, BF16 = 0, 1, 2, 3, 6, 7, 8, 12, 13, 14, 30
+EXACT = {Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K}  # Their levels are used as they are.
+BITS = {"int8": 8, "int4": 4}  # By value of --dtype.
 LEVELS = 127  # largest int8 level
 MIDDLE = 8  # Int4 level that represents 0.
 # Number of scales tried per group. Q4_0's reference uses only one scale, the largest element / −8. With 8 scales, a
@@ -26,10 +33,12 @@ _CHUNK_SIZE = 2**18  # Elements rounded at a time; they fit in the processor's c
 
 @dataclass(frozen=True)
 class Quantized:
-    """A matrix (out, in) in int8 or int4, with a scale per group. The last group of int8 can be shorter."""
+    """A matrix (out, in) in int8 or int4, with a scale per group. The last group of int8 can be shorter. Int4 levels
+    are 0 to 15, and the level 8 represents 0 unless there are minimums."""
 
     levels: Tensor  # int8 (out, in), or uint8 (out, in / 2) with elements j and j + 16 of a group in byte j
     scales: Tensor  # float16 (out, groups)
+    minimums: Tensor | None = None  # float16 (out, groups), added to levels times scales
 
     @property
     def bits(self) -> int:
@@ -39,7 +48,7 @@ class Quantized:
     @property
     def nbytes(self) -> int:
         """Bytes of levels and scales."""
-        return self.levels.nbytes + self.scales.nbytes
+        return self.levels.nbytes + self.scales.nbytes + (0 if self.minimums is None else self.minimums.nbytes)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -47,14 +56,18 @@ class Quantized:
         rows, columns = self.levels.shape
         return rows, columns * 8 // self.bits
 
-    def to(self, device: torch.device) -> "Quantized":
-        """Returns the matrix on ``device``."""
-        return Quantized(self.levels.to(device), self.scales.to(device))
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Quantized":
+        """Returns the matrix with its parts changed, for example moved to a device."""
+        minimums = None if self.minimums is None else change(self.minimums)
+        return Quantized(change(self.levels), change(self.scales), minimums)
 
     def dequantize(self) -> Tensor:
-        """Returns levels times scales, in float32."""
-        levels = self.levels.float() if self.bits == 8 else self.unpack_levels().float().sub_(MIDDLE)
-        return scale_groups(levels, self.scales)
+        """Returns the matrix in float32."""
+        levels = self.levels.float() if self.bits == 8 else self.unpack_levels().float()
+        if self.minimums is None:
+            return scale_groups(levels if self.bits == 8 else levels.sub_(MIDDLE), self.scales)
+        products = _groups(scale_groups(levels, self.scales))
+        return (products + self.minimums.float()[..., None]).flatten(-2)[..., : levels.size(-1)]
 
     def unpack_levels(self) -> Tensor:
         """Returns the int4 levels, 0 to 15, as uint8 (out, in)."""
@@ -63,13 +76,37 @@ class Quantized:
 
     def rows(self, ids: Tensor) -> Tensor:
         """Looks up rows by id, (…) → (…, in), in float32."""
-        flat_ids = ids.flatten()
-        return Quantized(F.embedding(flat_ids, self.levels), self.scales[flat_ids]).dequantize().view(*ids.shape, -1)
+        return self.map(lambda part: F.embedding(ids.flatten(), part)).dequantize().view(*ids.shape, -1)
 
 
-def to_tensor(value: Tensor | Quantized) -> Tensor:
+class Rows(NamedTuple):
+    """Rows of a matrix in a GGUF type."""
+
+    type: int  # A number in ggml's list of types.
+    bytes: Tensor  # (rows, bytes), uint8
+    outputs: Tensor  # int64, the place of each row in the matrix
+
+
+class Blocks(Protocol):
+    """A quantized matrix in a GGUF file. `gpt.decoding` uses its levels and scales, and everything else restores it."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns."""
+
+    def parts(self) -> list[Rows]:
+        """Returns the file's rows."""
+
+    def dequantize(self) -> Tensor:
+        """Returns the matrix in float32."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Looks up rows by id, (…) → (…, in), in float32."""
+
+
+def to_tensor(value: Tensor | Quantized | Blocks) -> Tensor:
     """Returns a parameter as a tensor, dequantized to float32 if necessary."""
-    return value.dequantize() if isinstance(value, Quantized) else value
+    return value if isinstance(value, Tensor) else value.dequantize()
 
 
 def multiply(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
@@ -126,7 +163,7 @@ def _rows_to_int8(rows: Tensor) -> Quantized:
     groups = _groups(rows)
     scales = (groups.abs().amax(-1) / LEVELS).half()
     if not scales.isfinite().all():
-        raise _range_error(rows, "int8")
+        raise range_error(rows, "int8")
     levels = (groups / torch.where(scales == 0, torch.inf, scales.float())[..., None]).round_()
     levels = levels.clamp_(-LEVELS, LEVELS).to(torch.int8)  # A rounded scale can be too small for the largest element.
     return Quantized(levels.flatten(-2)[:, : rows.size(1)].contiguous(), scales)
@@ -144,13 +181,16 @@ def _rows_to_int4(rows: Tensor) -> Quantized:
         is_better = error < best_error
         best_scale, best_error = torch.where(is_better, scale, best_scale), torch.where(is_better, error, best_error)
     if not best_error.isfinite().all():  # Every scale of some group has an infinite or NaN error.
-        raise _range_error(rows, "int4")
+        raise range_error(rows, "int4")
     low, high = (_round_to_levels(groups, best_scale) + MIDDLE).to(torch.uint8).chunk(2, dim=-1)
     return Quantized((low | high << 4).flatten(1), best_scale.squeeze(-1).half())
 
 
-def _range_error(rows: Tensor, dtype: str) -> UserError:
-    if not rows.isfinite().all():
+def range_error(weight: Tensor | Quantized | Blocks, dtype: str) -> UserError:
+    """Returns the error for a scale that is NaN or too large for float16."""
+    if not isinstance(weight, Tensor):
+        return NotANumber("the scales of quantized weights are NaN or infinite")
+    if not weight.isfinite().all():
         return NotANumber("weights cannot be quantized: some are NaN or infinite")
     return UserError(f"weights are too large for {dtype}, which has float16 scales", "use --dtype bfloat16 or float32")
 
@@ -184,14 +224,48 @@ class QuantizedEmbedding(nn.Module):
         return self.weight.rows(ids).to(self.dtype)
 
 
-def quantize_model(model: GPT, bits: int, dtype: torch.dtype = torch.float32) -> GPT:
-    """Quantizes a model in place and returns it. The blocks' matrices get ``bits`` bits, and the token embedding and
-    the LM head get 8. The model dequantizes embedding rows to ``dtype``."""
-    embedding = to_int8(model.wte.weight)
-    model.lm_head = QuantizedLinear(embedding if model.lm_head is None else to_int8(model.unembedding), None)
-    for parent in list(model.modules()):
+class MappedLinear(nn.Module):
+    """A linear map with a quantized matrix in a file, which `gpt.decoding` will lay out."""
+
+    def __init__(self, weight: Blocks, bias: nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+
+class MappedEmbedding(nn.Module):
+    """An embedding in a file, which reads only the rows it looks up."""
+
+    def __init__(self, weight: Tensor | Blocks) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(…) → (…, C), in float32."""
+        return F.embedding(ids, self.weight).float() if isinstance(self.weight, Tensor) else self.weight.rows(ids)
+
+
+class Ends(nn.Module):
+    """The embedding and the LM head of a model, without its blocks."""
+
+    def __init__(self, wte: nn.Module, lm_head: nn.Module | None) -> None:
+        super().__init__()
+        self.wte, self.lm_head = wte, lm_head  # None if the LM head is the embedding.
+
+
+def quantize_model(module: Module, bits: int, dtype: torch.dtype = torch.float32) -> Module:
+    """Quantizes a model, its `Ends` or a block in place, and returns it. The blocks' matrices get ``bits`` bits, and
+    the token embedding and the LM head get 8. The model dequantizes embedding rows to ``dtype``."""
+    for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, QuantizedLinear(quantize_matrix(child.weight, bits), child.bias))
-    model.set_submodule("wte", QuantizedEmbedding(embedding, dtype))
-    return model
+                setattr(parent, name, QuantizedLinear(quantize_matrix(child.weight, head_bits(name, bits)), child.bias))
+    if isinstance(module, GPT | Ends) and isinstance(module.wte, nn.Embedding):
+        matrix = to_int8(module.wte.weight)
+        module.lm_head = module.lm_head or QuantizedLinear(matrix, None)
+        module.set_submodule("wte", QuantizedEmbedding(matrix, dtype))
+    return module
+
+
+def head_bits(name: str, bits: int) -> int:
+    """Returns the bits of a linear map: 8 for the LM head, which needs more than a block's matrices."""
+    return 8 if name == "lm_head" else bits

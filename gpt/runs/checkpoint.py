@@ -16,10 +16,16 @@ from torch import Tensor
 
 from gpt.config.model import GPT2_VOCAB, GPTConfig
 from gpt.model import lora
-from gpt.model.decoder import GPT, Linear
+from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
-from gpt.model.quantize import Quantized, QuantizedEmbedding, QuantizedLinear, quantize_model, to_tensor
-from gpt.runs import adapter, folder, gguf_model, hf, model_config, quantized, tensors
+from gpt.model.quantize import (
+    Blocks,
+    Ends,
+    MappedEmbedding,
+    MappedLinear,
+    to_tensor,
+)
+from gpt.runs import adapter, folder, gguf_model, hf, model_config, tensors
 from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
 from gpt.system.errors import UserError, warn
 from gpt.system.files import (
@@ -44,7 +50,7 @@ MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _PART = re.compile(r"h\.\d+|\w+")  # a block, or another top-level module
 Files = Mapping[str, bytes | tensors.Arrays]  # bytes or tensors of each file, by name
-Parameters = dict[str, Callable[[], Tensor | Quantized]]
+Parameters = Mapping[str, Callable[[], Tensor | Blocks]]
 Store = Callable[[GPTConfig, tensors.Arrays], Files]  # shape and arrays → weight files
 
 
@@ -172,10 +178,10 @@ def load(
     path: Path,
     device: torch.device,
     shape: GPTConfig | None = None,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
-    bits: int | None = None,
+    keep_blocks: bool = False,
 ) -> Checkpoint:
     """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
 
@@ -183,9 +189,9 @@ def load(
     position tables. Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
 
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish``
-    lays out weights for decoding. It is called with each block after the block is read, and then with the model.
-    ``bits`` quantizes matrices as in a quantized checkpoint, for ``finish`` to lay out. A matrix that is stored with
-    the right bits is unchanged.
+    quantizes weights or lays them out for decoding. It is called with the embedding and the LM head (`Ends`), with each
+    block after the block is read, and then with the model. Without a ``dtype``, ``finish`` gets weights as they are
+    stored: an embedding that is not the LM head stays in the file, and with ``keep_blocks`` quantized matrices too.
 
     Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
@@ -194,13 +200,11 @@ def load(
         model = load(base, device, shape or config).model
         lora_tensors, roles = adapter.tensors(path, config, loaded_adapter.rank)
         lora.merge(model, lora_tensors, loaded_adapter.scale, roles)
-        if bits is not None:
-            quantize_model(model, bits, dtype)
         if finish is not None:
             finish(model)
     else:
         config, stored = open_weights(path)
-        model = build(shape or config, stored, device, dtype, mapped, finish, bits)
+        model = build(shape or config, stored, device, dtype, mapped, finish, keep_blocks)
     return Checkpoint(model, load_tokenizer(path, config))
 
 
@@ -319,14 +323,6 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
     files differs from the embedding. Raises `UserError`.
     """
     files = _weight_files(path)
-    values = read_json(path / "config.json")
-    bits = hf.read_bits(values)
-    if bits is not None:
-        table = quantized.layout(config, bits)
-        shapes = {name: shape for name, (shape, _) in table.items()}
-        entries = tensors.find(files, shapes, "config.json", dtypes={name: code for name, (_, code) in table.items()})
-        tensors.check_all(path, shapes, entries)
-        return config, quantized.from_stored(config, bits, lambda name: entries[name].mapped(), str(path))
     ignored_names: list[str] = []
 
     def map_name(stored_name: str) -> str | None:
@@ -336,7 +332,7 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         ignored_names.append(stored_name)
         return None
 
-    quantization = hf.find_foreign_quantization(values)
+    quantization = hf.find_quantization(read_json(path / "config.json"))
     try:
         expected = {name: each.shape for name, each in hf.stored_tensors(config).items()}
         embedding, parts = next(iter(expected)), {*map(hf.part_of, expected), hf.part_of(hf.UNEMBEDDING)}
@@ -350,8 +346,8 @@ def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parame
         if not quantization:
             raise
         raise UserError(
-            f"{path}: {quantization}, and gpt only loads weights that gpt export has quantized ({error.message})",
-            "use the model in 16 or 32 bits",
+            f"{path}: {quantization}, and gpt reads quantized weights only from GGUF files ({error.message})",
+            "use the model in 16 or 32 bits, or as a GGUF file",
         ) from None
     if quantization:
         warn(f"{path}: {quantization}, but its weights are not quantized: they are used as they are")
@@ -371,76 +367,51 @@ def build(
     config: GPTConfig,
     stored: Parameters,
     device: torch.device,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     mapped: bool = False,
     finish: Callable[[nn.Module], object] | None = None,
-    bits: int | None = None,
+    keep_blocks: bool = False,
 ) -> GPT:
-    """Builds a model from ``stored`` weights, block by block and without initialization, for evaluation. The other
+    """Builds a model from ``stored`` weights, part by part and without initialization, for evaluation. The other
     arguments are as in `load`."""
-    table = named_parameters(config)
     with torch.device("meta"):
         model = GPT(config)
 
-    def fill(part: str, values: Mapping[str, Tensor | Quantized], keep: bool) -> None:
-        """Assigns values to a part of the model. With ``keep``, quantized values stay quantized."""
+    def fill(part: str, values: Mapping[str, Tensor | Blocks]) -> None:
         state: dict[str, Tensor] = {}
         for name, value in values.items():
-            if isinstance(value, Quantized) and keep:
-                _put_quantized(model, name.removesuffix(".weight"), value.to(device), dtype)
-                continue
-            tensor = to_tensor(value)[: config.block_size] if part == "wpe" else to_tensor(value)
-            state[name.removeprefix(part + ".")] = _convert(tensor, dtype, mapped)
+            tensor = value if keep_blocks and not isinstance(value, Tensor) else to_tensor(value)
+            if part == "wte" and dtype is None:
+                model.set_submodule(part, MappedEmbedding(tensor))
+            elif not isinstance(tensor, Tensor):
+                linear: Any = model.get_submodule(name.removesuffix(".weight"))
+                model.set_submodule(name.removesuffix(".weight"), MappedLinear(tensor, linear.bias))
+            else:
+                tensor = tensor[: config.block_size] if part == "wpe" else tensor
+                state[name.removeprefix(part + ".")] = _convert(tensor, dtype or tensor.dtype, mapped)
         if part == "wpe" and config.positions == "sinusoidal":
             model.register_buffer("sine", state["weight"], persistent=False)
-        else:
+        elif state:
             model.get_submodule(part).load_state_dict(state, assign=True)
             model.get_submodule(part).to(device)
 
-    for part, names in itertools.groupby(stored, key=lambda name: _PART.match(name)[0]):  # type: ignore[index]
-        values = {name: stored[name]() for name in names}
-        new_values = values
-        if bits is not None:
-            new_values = {
-                name: quantized.quantize_parameter(table[name], value, bits) for name, value in values.items()
-            }
-        fill(part, new_values, keep=bits is not None or (part == "wte" and finish is not None and not config.tied))
-        if part == "wte" and finish is not None and config.tied:
-            model.lm_head = _lay_out_unembedding(model.wte, finish)
-            value = new_values["wte.weight"]
-            is_copy = isinstance(value, Tensor) and value.dtype != dtype  # Conversion copies the mapped data.
-            if model.lm_head is not None and value is values["wte.weight"] and not is_copy:
-                # Laying out the unembedding has read all rows of the mapping. A new mapping reads only the rows that
-                # are looked up.
-                fill(part, {name: stored[name]() for name in values}, keep=True)
+    parts = [
+        (part, list(names))
+        for part, names in itertools.groupby(stored, key=lambda name: _PART.match(name)[0])  # type: ignore[index]
+    ]
+    # The largest matrices come first, when the others are not in memory yet.
+    for part, names in sorted(parts, key=lambda item: item[0] not in ("wte", "lm_head")):
+        fill(part, {name: stored[name]() for name in names})
+        if finish is not None and part == ("wte" if config.tied else "lm_head"):
+            finish(ends := Ends(model.wte, model.lm_head))
+            model.set_submodule("wte", ends.wte)
+            model.lm_head = ends.lm_head
         if finish is not None and part.startswith("h."):
             finish(model.get_submodule(part))
     model.to(device).eval()
     if finish is not None:
         finish(model)
     return model
-
-
-def _put_quantized(model: GPT, name: str, matrix: Quantized, dtype: torch.dtype) -> None:
-    old = model.get_submodule(name)
-    new = QuantizedLinear(matrix, old.bias) if isinstance(old, nn.Linear) else QuantizedEmbedding(matrix, dtype)
-    model.set_submodule(name, new)
-
-
-def _lay_out_unembedding(
-    embedding: nn.Embedding | QuantizedEmbedding, finish: Callable[[nn.Module], object]
-) -> nn.Module | None:
-    """Lays out the embedding as a linear map with ``finish``. Returns None if that does not change its matrix."""
-    linear: nn.Module
-    if isinstance(embedding, QuantizedEmbedding):
-        linear = QuantizedLinear(embedding.weight, None)
-    else:
-        vocab, width = embedding.weight.shape
-        linear = Linear(width, vocab, bias=False, device="meta")
-        linear.weight = embedding.weight
-    container = nn.Sequential(linear)
-    finish(container)
-    return None if isinstance(container[0], nn.Linear) else container[0]
 
 
 def _convert(tensor: Tensor, dtype: torch.dtype, mapped: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: weights by gpt's names, dequantized one tensor at a time by the package gguf."""
+"""GGUF files as checkpoints: weights by gpt's names, read one parameter at a time."""
 
 import functools
 import math
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from gpt.config.model import GPTConfig
-from gpt.model.params import Shape, named_parameters
-from gpt.model.quantize import GROUP, Quantized
+from gpt.model.params import Parameter, Shape, named_parameters
+from gpt.model.quantize import EXACT, F32, Q4_0, Q4_1, Q4_K, Q6_K, Rows
 from gpt.runs import hf, tensors
 from gpt.runs.model_config import ARCHES, OTHER_MODEL, ROPE_FREQS
 from gpt.system.distribution import install_extra
 from gpt.system.errors import UserError, WorkError
-from gpt.system.gguf_header import HINT, Header, TensorInfo, header, mapped
+from gpt.system.gguf_header import HINT, Header, TensorInfo, header, is_gguf, mapped
 
 _OTHER_FILE = "use the model's Transformers folder instead"
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -62,10 +62,54 @@ def file_tensors(config: GPTConfig) -> dict[str, list[FileTensor]]:
     return groups
 
 
-def open_weights(path: Path, config: GPTConfig) -> dict[str, Callable[[], Tensor | Quantized]]:
+@dataclass(frozen=True)
+class FileBlocks:
+    """A quantized matrix in a file."""
+
+    shape: tuple[int, int]
+    infos: list[TensorInfo]
+    group: list[FileTensor]  # The tensors' places in the matrix.
+
+    def parts(self) -> list[Rows]:
+        """Returns the file's rows, mapped, or in float32 if decoder.c does not know their type."""
+        places, parts = torch.arange(self.shape[0]), []
+        for info, tensor in zip(self.infos, self.group, strict=True):
+            is_known = info.type in {*EXACT, Q6_K}
+            rows = torch.from_numpy(_map_rows(info)) if is_known else _read_tensor(info).view(torch.uint8)
+            parts.append(Rows(info.type if is_known else F32, rows, places[tensor.rows]))
+        return parts
+
+    def dequantize(self) -> Tensor:
+        """Returns the matrix in float32."""
+        return _concatenate([_read_tensor(info) for info in self.infos], self.group)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Looks up rows of a matrix that is one tensor, (…) → (…, in), in float32."""
+        return _dequantize(self._mapped[ids.flatten().numpy()], self.infos[0]).view(*ids.shape, -1)
+
+    @functools.cached_property
+    def _mapped(self) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        return _map_rows(self.infos[0])
+
+
+def quantized_types(path: Path) -> dict[str, bool]:
+    """Returns the names of the quantized types in a GGUF file, and whether `gpt.decoding` uses their levels as they
+    are."""
+    types = sorted({info.type for info in header(path).tensors.values()}) if is_gguf(path) else []
+    names = {type_: import_gguf().GGMLQuantizationType(type_).name for type_ in types}
+    return {name: type_ in EXACT for type_, name in names.items() if name not in _DTYPES}
+
+
+def packed_bytes(path: Path) -> int:
+    """Returns the bytes of a file's quantized weights when `gpt.decoding` uses them as they are."""
+    sizes = dict.fromkeys((Q4_0, Q4_1, Q4_K), 5 / 8)  # Bytes per weight of 4 bits with a scale and a minimum.
+    return int(sum(math.prod(info.shape) * sizes.get(info.type, 17 / 16) for info in header(path).tensors.values()))
+
+
+def open_weights(path: Path, config: GPTConfig) -> dict[str, Callable[[], Tensor | FileBlocks]]:
     """Returns loaders of a file's parameters by gpt's names. Unquantized parameters keep their dtype, and are views of
-    the file if they are stored in one piece; Q4_0 matrices become int4; all others become float32. Raises `UserError`
-    for tensors that are missing or unknown, or have another shape or an unsupported type."""
+    the file if they are stored in one piece. Raises `UserError` for tensors that are missing or unknown, or have
+    another shape or an unsupported type."""
     file, table = header(path), file_tensors(config)
     expected = {tensor.name: tensor.shape for group in table.values() for tensor in group}
     for name, info in file.tensors.items():
@@ -75,8 +119,8 @@ def open_weights(path: Path, config: GPTConfig) -> dict[str, Callable[[], Tensor
             raise UserError(f"{path}: {name} has the shape {info.shape}; {expected[name]} was expected", HINT)
         _row_bytes(info, name)
     tensors.check_all(path, expected, file.tensors)
-    kinds = {name: p.kind for name, p in named_parameters(config).items()}
-    return {name: partial(_read_parameter, file, group, kinds[name]) for name, group in table.items()}
+    parameters = named_parameters(config)
+    return {name: partial(_read_parameter, file, group, parameters[name]) for name, group in table.items()}
 
 
 def _row_bytes(info: TensorInfo, name: str) -> int:
@@ -110,30 +154,25 @@ def _map_rows(info: TensorInfo) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return mapped(info, math.prod(info.shape[:-1]), _row_bytes(info, "a tensor"))
 
 
-def _read_tensor(info: TensorInfo, shape: Shape) -> Tensor:
+def _read_tensor(info: TensorInfo) -> Tensor:
     """Returns a tensor as it is stored, or dequantized to float32."""
-    kind, rows = _type_name(info), _map_rows(info)
-    if kind in _DTYPES:
-        return torch.from_numpy(rows).view(_DTYPES[kind]).view(shape)
+    rows, dtype = _map_rows(info), _DTYPES.get(_type_name(info))
+    return _dequantize(rows, info) if dtype is None else torch.from_numpy(rows).view(dtype)
+
+
+def _dequantize(rows: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo) -> Tensor:
     gguf = import_gguf()
-    values = gguf.quants.dequantize(np.asarray(rows), gguf.GGMLQuantizationType(info.type))
-    return torch.from_numpy(values).view(shape)
+    return torch.from_numpy(gguf.quants.dequantize(np.asarray(rows), gguf.GGMLQuantizationType(info.type)))
 
 
-def _read_int4(info: TensorInfo) -> Quantized:
-    """Returns a Q4_0 matrix without rounding it again. Each block is a float16 scale and 16 bytes of levels."""
-    blocks = torch.from_numpy(_map_rows(info)).view(info.shape[0], -1, 2 + GROUP // 2)
-    scales = blocks[:, :, :2].contiguous().view(torch.float16).squeeze(-1)
-    return Quantized(blocks[:, :, 2:].flatten(1), scales)
-
-
-def _read_parameter(file: Header, group: list[FileTensor], kind: str) -> Tensor | Quantized:
+def _read_parameter(file: Header, group: list[FileTensor], parameter: Parameter) -> Tensor | FileBlocks:
     infos = [file.tensors[tensor.name] for tensor in group]
-    if kind == "linear" and all(_type_name(info) == "Q4_0" for info in infos):
-        matrices = [_read_int4(info) for info in infos]
-        levels = _concatenate([matrix.levels for matrix in matrices], group)
-        return Quantized(levels, _concatenate([matrix.scales for matrix in matrices], group))
-    return _concatenate([_read_tensor(info, tensor.shape) for info, tensor in zip(infos, group, strict=True)], group)
+    is_quantized = all(_type_name(info) not in _DTYPES for info in infos)
+    if is_quantized and parameter.kind in ("linear", "embedding", "unembedding"):
+        rows, columns = parameter.shape
+        return FileBlocks((rows, columns), infos, group)
+    values = [_read_tensor(info).view(tensor.shape) for info, tensor in zip(infos, group, strict=True)]
+    return _concatenate(values, group)
 
 
 def _concatenate(values: list[Tensor], group: list[FileTensor]) -> Tensor:

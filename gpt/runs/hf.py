@@ -10,13 +10,11 @@ from typing import Any
 
 from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.config.settings import checked
-from gpt.model.params import GROUP, Shape, named_parameters
+from gpt.model.params import Shape, named_parameters
 from gpt.system.errors import UserError
 
 UNEMBEDDING = "lm_head.weight"
 OWN_TYPE = "gpt"  # type of models that no family supports
-_QUANTIZATION = "quantization_config"
-BITS = {"int8": 8, "int4": 4}  # bits of quantized matrices by value of --dtype
 SUPPORTED = "gpt runs GPT-2, Llama, Mistral, Qwen2, Qwen2.5 and Qwen3 models"
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # buffers that older versions saved
 _GPT2 = "transformer."  # prefix of all names in current files, except the unembedding's
@@ -162,9 +160,7 @@ _OWN_KEYS = {each.name: each.name for each in fields(GPTConfig)} | {"block_size"
 
 def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
     """Returns ``config.json`` for the Transformers family that computes the same model. A sine table is stored as
-    ``wpe``, like a learned one. ``dtype`` can be int8 or int4."""
-    if bits := BITS.get(dtype):
-        return {**to_hf_config(config, bos, eos), _QUANTIZATION: describe_quantization(bits)}
+    ``wpe``, like a learned one."""
     if config.layout == OWN_TYPE:
         own_values = {_OWN_KEYS[name]: value for name, value in asdict(config).items()}
         return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own_values, "dtype": dtype}
@@ -189,21 +185,10 @@ def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str =
     }
 
 
-def describe_quantization(bits: int) -> dict[str, Any]:
-    """Returns the ``config.json`` entry for quantized matrices."""
-    return {"format": "gpt", "bits": bits, "group_size": GROUP}
-
-
-def read_bits(values: Mapping[str, Any]) -> int | None:
-    """Returns the bits of quantized matrices from ``config.json``, or None if gpt did not quantize them."""
-    return next((bits for bits in BITS.values() if values.get(_QUANTIZATION) == describe_quantization(bits)), None)
-
-
-def find_foreign_quantization(values: Mapping[str, Any]) -> str:
-    """Returns the ``config.json`` entry of another program's quantization, or an empty string."""
-    keys = (_QUANTIZATION, "compression_config")
-    entries = [f"{key} is {value!r:.120}" for key in keys if (value := values.get(key)) is not None]
-    return entries[0] if entries and read_bits(values) is None else ""
+def find_quantization(values: Mapping[str, Any]) -> str:
+    """Returns the ``config.json`` entry of a program's quantization, or an empty string."""
+    keys = ("quantization_config", "compression_config")
+    return next((f"{key} is {value!r:.120}" for key in keys if (value := values.get(key)) is not None), "")
 
 
 def _write_rope(config: GPTConfig) -> dict[str, Any]:

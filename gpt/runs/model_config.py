@@ -51,11 +51,6 @@ def load_config(path: Path) -> GPTConfig:
     return config
 
 
-def load_bits(path: Path) -> int | None:
-    """Returns the bits of a checkpoint's quantized matrices, or None."""
-    return None if is_gguf(path) else hf.read_bits(read_json(path / "config.json"))
-
-
 def _from_gguf(path: Path) -> GPTConfig:
     file = header(path)
     arch = read_value(file.metadata, "general.architecture", "", path)

@@ -109,8 +109,10 @@ def device_failure(error: BaseException) -> str | None:
 def check_text(what: str, text: str, hint: str = "set your terminal to UTF-8") -> None:
     """Raises `UserError` for a text with lone surrogates, which is how Python decodes command-line bytes that are not
     UTF-8."""
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise UserError(f"{what} is not UTF-8", hint)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{what} is not UTF-8", hint) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:

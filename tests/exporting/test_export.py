@@ -38,7 +38,7 @@ from gpt.system.errors import Interrupted, WorkError
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 KEYS = {"out", "format", "type", "arch", "bytes", "tensors", "vocab_size", "loss_before", "loss_after", "seconds"}
-DTYPES = ["float32", "bfloat16", "float16", "int8", "int4"]
+DTYPES = ["float32", "bfloat16", "float16"]
 
 
 @pytest.fixture
@@ -112,7 +112,6 @@ def test_card_of_a_model_without_a_run_says_training_is_unknown(run_folder: Path
     [
         (GPTConfig(257, 32, 2, 2, 32, positions="rotary"), "float32", False),
         (GPTConfig.of("modern", 257, 32, 4, 2, 32, window=8), "float32", True),
-        (GPTConfig.of("modern", 257, 32, 2, 2, 32), "int8", False),
     ],
 )
 def test_card_mentions_transformers_only_if_supported(config: GPTConfig, dtype: str, in_transformers: bool) -> None:
@@ -162,7 +161,7 @@ def test_hostile_names_and_samples_are_escaped(name: str) -> None:
 
 
 def test_card_has_samples_only_on_request(run_folder: Path) -> None:
-    library.export(run_folder, "out", samples=2, dtype="int8")
+    library.export(run_folder, "out", samples=2, dtype="float16")
     text = read_card(Path("out"))
     assert "Sample 2:" in text and "Sample 3:" not in text
     model = api.load("out", dtype="float32")
@@ -170,19 +169,19 @@ def test_card_has_samples_only_on_request(run_folder: Path) -> None:
         assert all(f"\n    {cards._escape(line)}\n" in text for line in sample.expandtabs(4).split("\n"))
 
 
-def test_card_shows_losses_before_and_after_quantization() -> None:
+def test_card_shows_losses_before_and_after_rounding() -> None:
     evaluations = [Evaluation(loss, 10, 20, 3, 8, 8) for loss in (1.5, 1.75)]
     known_provenance = Provenance([Text("a")], 5, val_loss=1.25, bits_per_byte=0.5)
     text = card(
         make_source(provenance=known_provenance),
-        Facts("it", "int4", None, Comparison(Text("b", 1, 20, "1" * 64), *evaluations)),
+        Facts("it", "bfloat16", None, Comparison(Text("b", 1, 20, "1" * 64), *evaluations)),
     )
     assert (
-        "Loss on text that it was not trained on: 1.2500 nats per token, 0.5000 bits per byte, before its weights were quantized."
+        "Loss on text that it was not trained on: 1.2500 nats per token, 0.5000 bits per byte, before its weights were rounded to 16 bits."
         in text
     )
     assert "| before | 1.5000 | 1.0820 |" in text
-    assert "| as published, in int4 | 1.7500 | 1.2624 |" in text
+    assert "| as published, in bfloat16 | 1.7500 | 1.2624 |" in text
 
 
 # Provenance
@@ -205,7 +204,7 @@ def test_card_names_base_models_and_licenses(run_folder: Path, text: Path) -> No
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         shutil.copy(folder.find_checkpoint("runs/adapters") / name, "peft")
     Path("peft/README.md").write_text("---\nlicense: other\nlicense_name: mine-1.0\n---\n", encoding="utf-8")
-    library.export("peft", "from-peft", dtype="int8")
+    library.export("peft", "from-peft", dtype="float16")
     card_text = read_card(Path("from-peft"))
     assert "It is a copy of `peft`, made from `base`, made from `me/first`." in card_text
     assert "`peft` is licensed under `mine-1.0`" in card_text
@@ -273,7 +272,7 @@ def test_exports_do_not_leak_paths_user_or_host(workdir: Path) -> None:
     options = {key: FAST[key] for key in ("batch_tokens", "sample_every", "dtype")}
     second = library.train(data / "book.txt", init=str(base / "copy"), steps=2, out=str(runs / "run"), **options)
     forbidden = [*folder_names, str(workdir), workdir.name, str(Path.home()), getpass.getuser(), socket.gethostname()]
-    for model, dtype in ((second.run, "float32"), (base / "copy", "int4"), (first.run, "int8")):
+    for model, dtype in ((second.run, "float32"), (base / "copy", "float16"), (first.run, "bfloat16")):
         out = workdir / f"out-{dtype}"
         library.export(model, out, dtype=dtype, eval=str(data / "val.txt"), samples=1)
         for file in out.iterdir():
@@ -306,6 +305,7 @@ def test_gguf_dtypes_have_both_names(dtype: Any, type: str) -> None:
         (["-o", "out.gguf", "--samples", "1"], "--samples go into the model card"),
         (["-o", "out.html", "--samples", "1"], "--samples go into the model card, and a page has none"),
         (["-o", "out.html", "--dtype", "int4"], "a page cannot have the dtype int4"),
+        (["-o", "out", "--dtype", "int8"], "a folder cannot have the dtype int8"),
         (["-o", "out", "--title", "x"], "--title is only for a page, and out is a folder"),
         (["-o", "out.gguf", "--with-text"], "--with-text is only for a page, and out.gguf is a .gguf file"),
         (["-o", "out.gguf", "--prompts", "0"], "--prompts is only for a page, and out.gguf is a .gguf file"),
@@ -360,8 +360,10 @@ def test_output_describes_the_export(run_folder: Path, chapter: Path, gpt: Gpt) 
     assert values["loss_before"] == values["loss_after"]
     assert values["bytes"] == sum(file.stat().st_size for file in Path("a/b/out").iterdir())
     assert values["vocab_size"] == 400
-    result = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "int4", "--eval", chapter, "--quiet")
-    assert re.match(r"saved  out  \(.* tensors, int4\)\nloss   .* nats per token\n.*gpt sample .* -m out", result.out)
+    result = gpt("export", "-m", run_folder, "-o", "out", "--dtype", "float16", "--eval", chapter, "--quiet")
+    assert re.match(
+        r"saved  out  \(.* tensors, float16\)\nloss   .* nats per token\n.*gpt sample .* -m out", result.out
+    )
     assert result.err == ""
     result = gpt("export", "-m", run_folder, "-o", "b.GGUF")
     assert "llama-cli -m b.GGUF" in result.out
@@ -408,18 +410,21 @@ def test_exported_folders_can_be_used_as_models(run_folder: Path, chapter: Path,
 
 
 def test_exporting_again_keeps_the_provenance(run_folder: Path, chapter: Path) -> None:
-    library.export(run_folder, "first", dtype="int4", eval=str(chapter))
+    library.export(run_folder, "first", dtype="bfloat16", eval=str(chapter))
     library.export("first", "second")
-    library.export("second", "third", dtype="int4")
+    library.export("second", "third", dtype="bfloat16")
     card_text = read_card(Path("second"))
-    assert "| quantized before | to 4 bits: a wider dtype does not restore what was lost |" in card_text
+    assert "| quantized before | to 16 bits: a wider dtype does not restore what was lost |" in card_text
     assert "`text.txt`" in card_text
-    assert "before its weights were quantized" in card_text
+    assert "before its weights were rounded to 16 bits" in card_text
     assert "quantized before" not in read_card(Path("third"))
     first, second, third = (gpt_json(Path(name))["provenance"] for name in ("first", "second", "third"))
     assert first == second == third
-    assert first["bits"] == 4
+    assert first["bits"] == 16
     assert "loss_before" not in gpt_json(Path("second"))["export"]
+    library.export(run_folder, "it.gguf", dtype="int4")
+    library.export("it.gguf", "fourth")
+    assert gpt_json(Path("fourth"))["provenance"]["bits"] == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -19,7 +19,6 @@ from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.exporting import gguf
 from gpt.exporting.source import SourceModel, open_source
 from gpt.model.decoder import GPT
-from gpt.model.quantize import Quantized
 from gpt.system.errors import UserError
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 
@@ -213,19 +212,14 @@ def test_values_out_of_range_are_an_error(tmp_path: Path, kind: str, value: floa
     assert not list(tmp_path.iterdir())
 
 
-def test_int4_folders_are_not_quantized_again(run_folder: Path, tmp_path: Path) -> None:
-    api.export(run_folder, tmp_path / "int4", dtype="int4")
-    export = api.export(tmp_path / "int4", tmp_path / "a" / "b" / "it.gguf", dtype="int4")
-    assert export.out.stat().st_size == export.bytes
-    source = open_source(tmp_path / "int4")
-    exported_tensors, types = read_tensors(export.out, source.config)
-    matrices = {name: get() for name, get in source.weights.items() if name.startswith("h.")}
-    quantized_matrices = {name: value for name, value in matrices.items() if isinstance(value, Quantized)}
-    assert len(quantized_matrices) == 8 == sum(kind == "Q4_0" for kind in types.values())
-    tensors = {tensor.name: tensor for tensor in gguf_package.GGUFReader(export.out).tensors}
-    for name, value in quantized_matrices.items():
-        assert value.bits == 4 and torch.equal(value.dequantize(), exported_tensors[name]), name
-    value = quantized_matrices["h.1.attn.c_attn.weight"]
-    blocks = torch.from_numpy(tensors["blk.1.attn_qkv.weight"].data.copy()).view(*value.scales.shape, 18)
-    assert torch.equal(blocks[..., :2].contiguous().view(torch.float16)[..., 0], value.scales)
-    assert torch.equal(blocks[..., 2:].flatten(1), value.levels)
+@pytest.mark.parametrize("dtype", ["int8", "int4"])
+def test_exporting_a_quantized_file_keeps_its_weights(run_folder: Path, tmp_path: Path, dtype: str) -> None:
+    first = api.export(run_folder, tmp_path / "first.gguf", dtype=dtype).out
+    again = api.export(first, tmp_path / "a" / "b" / "it.gguf", dtype=dtype)
+    assert again.out.stat().st_size == again.bytes
+    config = open_source(first).config
+    (expected, types), (tensors, types_again) = read_tensors(first, config), read_tensors(again.out, config)
+    assert types == types_again
+    assert {"int8": "Q8_0", "int4": "Q4_0"}[dtype] in types.values()
+    for name, value in expected.items():
+        assert torch.equal(tensors[name], value), name

@@ -2,6 +2,8 @@
 
 import random
 import struct
+import subprocess
+import sys
 import tracemalloc
 from dataclasses import replace
 from itertools import product
@@ -15,12 +17,15 @@ from conftest import Gpt, more, one_line_of_what_and_what_next
 from models import ROPE_METADATA, loud, rewritten, source_of
 from torch import Tensor
 
+import gpt as library
 from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
+from gpt.config.sample import SampleConfig
+from gpt.decoding.native import PackedLinear
 from gpt.exporting import gguf
 from gpt.exporting.provenance import read_provenance
 from gpt.model.decoder import GPT
 from gpt.model.positions import rotary_rates
-from gpt.model.quantize import Quantized, to_tensor
+from gpt.model.quantize import to_tensor
 from gpt.runs import checkpoint, folder, gguf_model, model_config
 from gpt.system import gguf_header
 from gpt.system.errors import UserError
@@ -114,18 +119,60 @@ def check_weights(model: GPT, kind: str, tmp_path: Path) -> None:
     assert {info.type for info in header(path).tensors.values()} == {0, int(type_)}
     assert torch.allclose(logits(read), logits(reference), rtol=0, atol=1e-5)
     assert not torch.allclose(logits(read), logits(model), rtol=0, atol=1e-5)
+    check_packed(path, read, kind)
     for file in tmp_path.iterdir():
         file.unlink()
 
 
-def test_q4_0_is_int4_without_rounding_again(tmp_path: Path) -> None:
-    model = model_of("llama", n_inner=64)
-    config, weights = checkpoint.open_weights(write(tmp_path / "model.gguf", model, "q4_0"))
-    for name in ("h.0.attn.c_attn.weight", "h.1.mlp.c_fc.weight", "h.1.mlp.c_proj.weight"):
-        stored = weights[name]()
-        assert isinstance(stored, Quantized) and stored.bits == 4
-        restored = gguf.restore_parameter(config, name, model.state_dict()[name], "q4_0")
-        assert torch.equal(to_tensor(stored), restored)
+def check_packed(path: Path, exact: GPT, kind: str) -> None:
+    """Compares the weights of a model that runs from its file's blocks."""
+    packed = library.load(path, device="cpu", sampling=SampleConfig()).model
+    ids = torch.arange(packed.config.vocab_size)
+    wte = packed.get_submodule("wte")
+    pairs = [(wte(ids), exact.wte.weight)]
+    for name, module in packed.named_modules():
+        if isinstance(module, PackedLinear) and name != "wte.matrix":
+            own: Any = exact.wte if name == "lm_head" and exact.lm_head is None else exact.get_submodule(name)
+            pairs.append((to_tensor(module.restore()).float(), own.weight))
+            assert module.kind == {
+                "Q4_0": "int4",
+                "Q4_1": "int4",
+                "Q4_K": "int4",
+                "BF16": "bfloat16",
+                "F16": "float32",
+            }.get(kind, "int8")
+    # Scales of Q4_K and Q5_K become float16. The other types that are not copied become int8.
+    tolerance = {"Q4_K": 1e-3, "Q5_K": 1e-3}.get(kind, 1 / 250 if kind in ("Q2_K", "Q3_K", "Q6_K", "IQ4_NL") else 0)
+    for actual, expected in pairs:
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+PEAK_SCRIPT = """
+import sys
+import gpt.api
+from gpt.config.sample import SampleConfig
+
+def status(key):
+    return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
+
+gpt.api.load(sys.argv[1], device="cpu", sampling=SampleConfig()).generate("some text", max_tokens=4)  # what is lazy
+before = status("VmRSS")
+gpt.api.load(sys.argv[2], device="cpu", sampling=SampleConfig()).generate("some text", max_tokens=4)
+print(status("VmHWM") - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("kind", "tied"), [("q4_0", True), ("q8_0", False), more("q4_0", False), more("q8_0", True)])
+def test_weights_are_in_memory_once(kind: str, tied: bool, tmp_path: Path) -> None:
+    shape = {**PLAIN, "n_head": 8, "n_embd": 1024, "tied": tied}
+    small = write(tmp_path / "small.gguf", model_of("llama"), kind)
+    large = write(tmp_path / "large.gguf", loud(GPTConfig(30_000, 48, n_layer=8, **shape)), kind)
+    command = [sys.executable, "-c", PEAK_SCRIPT, small, large]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    # While the LM head is packed, it is also mapped.
+    assert int(done.stdout) < 1.2 * large.stat().st_size + 40e6
 
 
 @pytest.mark.parametrize(("metadata", "factor"), ROPE_METADATA)

@@ -200,12 +200,14 @@ def test_exports_name_the_hub_model(run_with_hub: Gpt, server: Hub, workdir: Pat
     card = server.folder / "README.md"
     card.write_text("---\nlicense: apache-2.0\n---\n# Tiny\n", encoding="utf-8")
     try:
-        result = run_with_hub("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "int8")
+        result = run_with_hub("export", "-m", f"hf:me/tiny@{COMMIT}", "-o", "out", "--dtype", "bfloat16")
     finally:
         card.unlink()
     assert result.code == 0, result.err
     text = (workdir / "out" / "README.md").read_text(encoding="utf-8")
-    assert 'license: unknown\nlibrary_name: gpt\npipeline_tag: text-generation\nbase_model: "me/tiny"\n' in text
+    assert (
+        'license: unknown\nlibrary_name: transformers\npipeline_tag: text-generation\nbase_model: "me/tiny"\n' in text
+    )
     assert "It is a copy of `me/tiny`." in text
     assert "`me/tiny` is licensed under `apache-2.0`, which covers only that model" in text
     for file in (workdir / "out").iterdir():

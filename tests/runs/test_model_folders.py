@@ -236,7 +236,7 @@ def test_only_texts_with_the_padding_token_are_refused(padded: Path, gpt: Gpt, t
         ["eval", book, "-m", padded],
         ["inspect", "neighbors", "the", "-m", padded],
         ["params", padded],
-        ["export", "-m", padded, "-o", tmp_path / "out", "--dtype", "int8"],
+        ["export", "-m", padded, "-o", tmp_path / "out", "--dtype", "bfloat16"],
         ["sample", "the", "-n", 5, "-m", tmp_path / "out"],
     ):
         result = gpt(*words)

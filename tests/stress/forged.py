@@ -77,7 +77,7 @@ def make(place: Path) -> None:
     gpt.train(text, out=str(place / "lora"), init=str(place / "run"), lora_rank=2, **{**_SHORT_RUN, "merge_lora": True})
     for name in ("run", "lora"):
         _copy_unfinished(place / name, place / f"begun-{name}")
-    gpt.export(place / "run", place / "exported", dtype="int8")
+    gpt.export(place / "run", place / "exported", dtype="bfloat16")
     transformers_folder, step = place / "theirs", place / "run" / folder.step_name(12)
     transformers_folder.mkdir()
     for name in ("config.json", "tokenizer.json"):

@@ -50,7 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {**TUNED, "init": "qwen2.gguf", "batch_tokens": 1024, "batch_ramp": 2000, "micro_batch": 2},
     "qwen3": {**TUNED, "init": "qwen3", "chat": True},
-    "mistral": {**TUNED, "init": "mistral-int8", "block_size": 16},
+    "mistral": {**TUNED, "init": "mistral-bfloat16", "block_size": 16},
 }
 SHARDED = {"shard": "full"}
 SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -36,7 +36,7 @@ def write_texts() -> None:
 
 
 def write_bases() -> None:
-    """Saves base models of all families, one of them also as a GGUF file and one with int8 weights."""
+    """Saves base models of all families, one of them also as a GGUF file and one with bfloat16 weights."""
     for family in ("qwen2", "qwen3", "mistral"):
         save(Path(family), loud(SHAPES[family], spread=0.1))
     for family, shape in FAMILY_SHAPES.items():
@@ -44,7 +44,7 @@ def write_bases() -> None:
         assert config.layout == family
         save(Path(f"{family}-base"), loud(config, spread=0.05))
     library.export("qwen2", "qwen2.gguf", dtype="f32")
-    library.export("mistral", "mistral-int8", dtype="int8")
+    library.export("mistral", "mistral-bfloat16", dtype="bfloat16")
 
 
 def train_all(place: Path, runs: Mapping[str, Mapping[str, Any]], script: Path) -> Path:
