@@ -1,10 +1,10 @@
 """``gpt chat``."""
 
-from typing import Any
+from typing import Annotated, Any
 
 from gpt.config.sample import SampleConfig
 
-from ..options import Base, Device, Dtype, Model, Seed, Threads, takes
+from ..options import Base, Device, Dtype, Model, Seed, Threads, option, takes
 from .interactive import UNUSED, converse, resolve_constraint
 from .sample import check_numbers
 
@@ -14,6 +14,10 @@ def chat(
     settings: SampleConfig,
     given: dict[str, Any],
     model: Model = None,
+    system: Annotated[
+        str, option("--system", metavar="TEXT", help="Begin the conversation with this system message")
+    ] = "",
+    no_think: Annotated[bool, option("--no-think", help="Answer without reasoning first, if the template can")] = False,
     base: Base = None,
     seed: Seed = None,
     device: Device = "auto",
@@ -23,7 +27,9 @@ def chat(
     """Talk with a model. A model without a chat template continues your text.
 
     gpt chat
-    gpt chat -m hf:Qwen/Qwen3-0.6B
+    gpt chat -m hf:Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
     check_numbers(1, seed)
-    converse(resolve_constraint(settings, given), given, model, base, seed, device, dtype, threads)
+    variables = {"enable_thinking": False} if no_think else {}
+    settings = resolve_constraint(settings, given)
+    converse(settings, given, model, base, seed, device, dtype, threads, system, variables)

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,13 +53,14 @@ class Interaction:
         chosen: SampleConfig,
         given: Collection[str],
         seed: int | None,
+        system: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.load = load
+        self.load, self.system, self.variables = load, system, variables or {}
         self._use(loaded, chosen, given, render.note)
         self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
         self.messages: list[dict[str, str]] = []  # The conversation without the system message.
         self.finish_reason = ""  # Of the last answer; "" if it was interrupted.
-        self.system = ""
         self.index = 0  # Index of the current sample for this prompt.
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
@@ -174,7 +175,7 @@ class Interaction:
         size, total = self.loaded.model.config.block_size, len(messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
         while True:
-            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages]) + start
+            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages], self.variables) + start
             later_turns = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
             if len(ids) + min(self._max_tokens, size // 4) <= size or not later_turns:
                 break
@@ -250,12 +251,20 @@ def converse(
     device: str,
     dtype: str,
     threads: int | None,
+    system: str = "",
+    variables: Mapping[str, Any] | None = None,
 ) -> None:
-    """Loads a model and runs an `Interaction` with it."""
+    """Loads a model and runs an `Interaction` with it. A conversation starts with the ``system`` message, and its
+    template can read ``variables``."""
     with progress.startup_spinner(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
-    Interaction(load(model, base=base), load, settings, given, seed).run()
+    interaction = Interaction(load(model, base=base), load, settings, given, seed, system, variables)
+    if (system or variables) and not interaction.is_chat:
+        raise UserError(
+            "the model has no chat template: --system and --no-think need one", "gpt sample -i continues texts"
+        )
+    interaction.run()
 
 
 def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:

@@ -454,6 +454,22 @@ def test_chat_session_equals_the_library(gpt: Gpt, file: Path) -> None:
     assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
 
 
+def test_chat_options_set_the_system_message_and_thinking(
+    gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch, run_folder: Path
+) -> None:
+    run = library.train(file, steps=1, **SETTINGS).run
+    rendered: list[tuple[Any, Any]] = []
+    prompt = chat.prompt
+    monkeypatch.setattr(chat, "prompt", lambda *args: rendered.append(args[1:]) or prompt(*args))
+    options = ("--system", "Be brief.", "--no-think")
+    assert gpt("chat", "-m", run, "-n", "2", *options, stdin=b"Hi\n/system\nHi\n").code == 0
+    (first, variables), (second, _) = rendered
+    assert first[0] == {"role": "system", "content": "Be brief."}
+    assert variables == {"enable_thinking": False}
+    assert second[0]["role"] == "user"
+    assert "no chat template" in gpt("chat", "-m", run_folder, *options).err
+
+
 def test_chat_reads_only_what_is_new(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = library.train(file, steps=1, **SETTINGS).run
     counts: list[tuple[int, int]] = []
