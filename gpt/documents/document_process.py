@@ -26,7 +26,6 @@ import subprocess
 import sys
 import unicodedata
 import zipfile
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
@@ -525,7 +524,6 @@ class Row:
     right: float
     bottom: float
     size: float  # Font size.
-    margin: float = 0.0  # The right end of the longest line of its column.
 
     def joined(self, row: "Row") -> list["Row"]:
         """Returns this row and the next, as one row if they are on the same line: table cells, or a superscript."""
@@ -554,10 +552,9 @@ _BULLET = re.compile(r"[•◦▪‣●○■–*-] |\(?(\d{1,3}|[a-z])[.)] ")
 
 
 def _rows(page: Any, raw: Any) -> list[Row]:
-    """Returns the lines of a page in reading order."""
+    """Returns the lines of a page in PDFium's order."""
     text_page = page.get_textpage()
-    handle = text_page.raw
-    chars = [chr(raw.FPDFText_GetUnicode(handle, i)) for i in range(text_page.count_chars())]
+    chars = [chr(raw.FPDFText_GetUnicode(text_page, i)) for i in range(text_page.count_chars())]
 
     def ends_row(end: int, char: str) -> bool:
         """Whether a row ends before index ``end``, with a line or at the space between two columns."""
@@ -572,13 +569,13 @@ def _rows(page: Any, raw: Any) -> list[Row]:
         visible = [i for i in range(start, end) if (chars[i] > " " and not chars[i].isspace()) or chars[i] == _MARK]
         start = end
         if visible:
-            first, middle, last = visible[0], visible[len(visible) // 2], visible[-1]
+            first, last = visible[0], visible[-1]
             left, bottom, _, _ = text_page.get_charbox(first, loose=True)
             right = text_page.get_charbox(last, loose=True)[2]
-            sizes = [raw.FPDFText_GetFontSize(text_page, i) for i in (first, middle, last)]
+            size = raw.FPDFText_GetFontSize(text_page, visible[len(visible) // 2])
             text = "".join(chars[first : last + 1])
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # On Windows, PDFium uses UTF-16.
-            rows.append(Row(text.translate(_LIGATURES), left, right, bottom, statistics.median(sizes)))
+            rows.append(Row(text.translate(_LIGATURES), left, right, bottom, size))
     text_page.close()
     joined: list[Row] = []
     for row in _in_columns(rows):
@@ -593,22 +590,17 @@ def _in_columns(rows: list[Row]) -> list[Row]:
     """Returns rows column by column where a page draws two columns of text row by row. The cells of a table are too
     short to be columns."""
     pairs = [
-        (left, right)
-        for left, right in pairwise(rows)
+        (i, left, right)
+        for i, (left, right) in enumerate(pairwise(rows))
         if right.left > left.right + 0.8 * right.size and abs(right.bottom - left.bottom) < 0.6 * right.size
     ]
-    gutter = statistics.median(right.left for _, right in pairs) if pairs else 0.0
-    pairs = [(left, right) for left, right in pairs if abs(right.left - gutter) < right.size and left.right < gutter]
-    texts = ["".join(row.text for row in column) for column in zip(*pairs, strict=True)]
-    if len(pairs) < MIN_COLUMN_LINES or len(min(texts, key=len)) < MIN_COLUMN_TEXT * len(pairs):
+    gutter = statistics.median([right.left for _, _, right in pairs] or [0])
+    pairs = [pair for pair in pairs if abs(pair[2].left - gutter) < pair[2].size]
+    length = min(sum(len(pair[side].text) for pair in pairs) for side in (1, 2))
+    if len(pairs) < MIN_COLUMN_LINES or length < MIN_COLUMN_TEXT * len(pairs):
         return rows
-    start, end = rows.index(pairs[0][0]), rows.index(pairs[-1][1]) + 1
-    region = rows[start:end]
-    if any(row.left < gutter - row.size < row.right - 2 * row.size for row in region):  # A line crosses the gutter.
-        return rows
-    is_right = [row.left > gutter - row.size for row in region]
-    ordered = [row for side in (False, True) for row, right in zip(region, is_right, strict=True) if right == side]
-    return rows[:start] + ordered + rows[end:]
+    start, end = pairs[0][0], pairs[-1][0] + 2
+    return rows[:start] + sorted(rows[start:end], key=lambda row: row.left > gutter - row.size) + rows[end:]
 
 
 def _without_edges(pages: list[list[Row]]) -> Iterator[list[Row]]:
@@ -624,86 +616,69 @@ def _without_edges(pages: list[list[Row]]) -> Iterator[list[Row]]:
         yield [row for row in rows if id(row) not in running]
 
 
-def _columns(pages: Iterable[list[Row]]) -> Iterator[list[Row]]:
-    """Yields the columns of pages, and sets the margins of their rows."""
-    for rows in pages:
-        columns: list[list[Row]] = []
-        for row in rows:
-            if not columns or row.bottom > columns[-1][-1].bottom + row.size:
-                columns.append([])
-            columns[-1].append(row)
-        for column in columns:
-            margin = max(row.right for row in column)
-            for row in column:
-                row.margin = margin
-            yield column
-
-
 def _is_cjk(char: str) -> bool:
     """Whether a character belongs to a script that puts no spaces between words."""
     return unicodedata.east_asian_width(char) in ("W", "F") and not "\uac00" <= char <= "\ud7a3"  # Korean has spaces.
 
 
-def _gap_between(above: Row, row: Row, pitch: float | None) -> int:
-    """Returns the gap between two lines. ``pitch`` is the usual distance of lines of this size; None across columns."""
+def _gap_between(above: Row, row: Row, margin: float, pitch: float | None) -> int:
+    """Returns the gap between two lines. ``margin`` is the right end of the longest line of the column of ``above``,
+    ``pitch`` the usual distance of its lines, or None if ``row`` begins the next column."""
     word = row.text[0] if _is_cjk(row.text[0]) else row.text.split(maxsplit=1)[0]
-    has_room = above.margin - above.right > (row.right - row.left) * (len(word) + 2) / max(1, len(row.text))
-    ends_sentence = above.text.rstrip("\"'”’»)」』）")[-1:] in tuple(".!?:…。！？：")
+    has_room = margin - above.right > (row.right - row.left) * (len(word) + 2) / max(1, len(row.text))
     if abs(above.size - row.size) > 0.08 * row.size or (pitch is None and has_room):
         return BLANK
-    if pitch is not None and above.bottom - row.bottom > 1.25 * pitch:
-        return BLANK
-    if pitch is not None and row.left > above.left + 0.8 * row.size and (has_room or ends_sentence):
-        return BLANK
+    if pitch is not None:
+        ends_sentence = above.text.rstrip("\"'”’»)」』）")[-1:] in tuple(".!?:…。！？：")
+        is_indented = row.left > above.left + 0.8 * row.size and (has_room or ends_sentence)
+        if is_indented or above.bottom - row.bottom > 1.25 * pitch:
+            return BLANK
     is_table = "\t" in above.text and "\t" in row.text
     return LINE if has_room or is_table or _BULLET.match(row.text) else SPACE
 
 
-def _join(columns: list[list[Row]]) -> str:
-    """Returns the text of lines. Joins the lines of a paragraph and mends hyphenated words."""
-    distances = defaultdict(list)
+def _join(pages: Iterable[list[Row]]) -> str:
+    """Returns the text of lines. Joins the lines of a paragraph and mends words that were hyphenated."""
+    columns: list[list[Row]] = []
+    for rows in pages:
+        for i, row in enumerate(rows):
+            if not i or row.bottom > rows[i - 1].bottom + row.size:
+                columns.append([])
+            columns[-1].append(row)
+    all_text = "\n".join(row.text for column in columns for row in column)
+    has_soft = re.search(rf"[{_SOFT}]$", all_text, re.MULTILINE) is not None
+    whole = re.sub(rf"[\w-]+[-{_MARK}]\n\w+", " ", all_text.casefold())  # Without broken words.
+    words = {*re.findall(r"\w+(?:-\w+)*", whole), *re.findall(r"\w+", whole)}
+    text, above, margin = Text(), None, 0.0
     for column in columns:
-        for above, row in pairwise(column):
-            if abs(above.size - row.size) < 0.5 and above.bottom - row.bottom > 0.5 * row.size:
-                distances[round(row.size)].append(above.bottom - row.bottom)
-    pitches = {size: statistics.median_low(values) for size, values in distances.items()}
-    text, mend, previous = Text(), _Mender(columns), None
-    for column in columns:
+        distances = [high.bottom - low.bottom for high, low in pairwise(column)]
+        pitch = statistics.median_low([distance for distance in distances if distance > 0] or [9e9])
         for i, row in enumerate(column):
-            if previous is not None:
-                size = _gap_between(previous, row, pitches.get(round(row.size), 9e9) if i else None)
-                mended = mend(text.pieces[-1], row.text) if size == SPACE or previous.text.endswith(_MARK) else None
+            if above is not None:
+                size = _gap_between(above, row, margin, pitch if i else None)
+                mended = None
+                if size == SPACE or above.text.endswith(_MARK):
+                    mended = _mend(text.pieces[-1], row.text, words, has_soft)
                 text.pieces[-1] = text.pieces[-1] if mended is None else mended
                 text.gap(size if mended is None else 0)
             text.write(row.text)
-            previous = row
+            above, margin = row, max(row.right for row in column) if not i else margin
     return str(text).translate(_CONTROLS)
 
 
-class _Mender:
-    """Joins words that were hyphenated or broken at the end of a line."""
-
-    def __init__(self, columns: list[list[Row]]) -> None:
-        rows = [row.text for column in columns for row in column]
-        whole = re.sub(rf"[\w-]+[-{_MARK}]\n\w+", " ", "\n".join(rows).casefold())  # Without broken words.
-        self.words = set(re.findall(r"\w+(?:-\w+)*", whole)) | set(re.findall(r"\w+", whole))
-        self.has_soft = any(row[-1] in _SOFT for row in rows)  # Otherwise all hyphens look the same.
-
-    def __call__(self, ending: str, row: str) -> str | None:
-        """Returns the line before ``row``, without a hyphen that does not belong to the word. Returns None if the line
-        does not end inside a word."""
-        before, hyphen = ending[:-1], ending[-1]
-        if hyphen in _SOFT:
-            return before
-        if (hyphen in "/—" and not before[-1:].isspace()) or (_is_cjk(hyphen) and _is_cjk(row[0])):
-            return ending
-        if hyphen not in ("-", _MARK) or not before[-1:].isalpha() or not row[0].islower():
-            return ending.replace(_MARK, "-") if hyphen == _MARK else None
-        start, rest = re.findall(r"\w*$", before)[0].casefold(), re.findall(r"^\w*", row)[0].casefold()
-        is_compound = start + rest not in self.words and (
-            f"{start}-{rest}" in self.words or {start, rest} <= self.words
-        )
-        return before + "-" if self.has_soft or is_compound else before
+def _mend(line: str, row: str, words: set[str], has_soft: bool) -> str | None:
+    """Returns the line before ``row``, without a hyphen that does not belong to the word: in a text with soft hyphens,
+    all others do. Returns None if the line does not end inside a word."""
+    before, hyphen = line[:-1], line[-1]
+    if hyphen in _SOFT:
+        return before
+    if (hyphen in "/—" and not before[-1:].isspace()) or (_is_cjk(hyphen) and _is_cjk(row[0])):
+        return line
+    if hyphen not in ("-", _MARK) or not before[-1:].isalpha() or not row[0].islower():
+        return line.replace(_MARK, "-") if hyphen == _MARK else None
+    start, rest = re.findall(r"\w*$", before)[0].casefold(), re.findall(r"^\w*", row)[0].casefold()
+    is_compound = start + rest not in words and (f"{start}-{rest}" in words or {start, rest} <= words)
+    return before + "-" if has_soft or is_compound else before
 
 
 def read_pdf(file: io.BytesIO, encoding: str, errors: str) -> str:
@@ -730,7 +705,7 @@ def read_pdf(file: io.BytesIO, encoding: str, errors: str) -> str:
     if scans > len(pages) / 2:
         where = "" if scans == len(pages) else f" on {scans:,} of {len(pages):,} pages"
         raise Unreadable(f"has no text{where}, only images", "run OCR on it, or skip it with --skip-bad")
-    return _join([*_columns(_without_edges(pages))])
+    return _join(_without_edges(pages))
 
 
 _CUE_TIME = re.compile(r"(\d+:)?\d+:\d+[.,]\d+ --> .*")
