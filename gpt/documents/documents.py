@@ -8,6 +8,7 @@ text.
 import contextlib
 import io
 import re
+import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from gpt.documents.unpack import (
     damage_error,
     open_seekable,
     open_source,
+    temporary_file_errors,
 )
 from gpt.system.errors import UserError, WorkError
 
@@ -113,6 +115,7 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
 
 T = TypeVar("T")
 ReadFile = Callable[[PackedFile, str], Iterator[T]]  # Reads an unpacked file, given its suffix.
+MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
 RECORD_FORMATS: dict[str, type[Records[Any]]] = {
@@ -159,15 +162,8 @@ class Reader:
 
     def _open(self, source: Source, read: ReadFile[T], on_bytes: OnBytes = lambda size: None) -> Iterator[T]:
         """Yields what ``read`` yields of each file of a source, unpacked."""
-        max_size = 0
-
-        def report_progress(size: int) -> None:  # Never decreases, even if a file is read twice.
-            nonlocal max_size
-            max_size = max(max_size, size)
-            on_bytes(max_size)
-
         with self._skipping(source.name):
-            open_stream = partial(open_source, source, report_progress)
+            open_stream = partial(open_source, source, on_bytes)
             yield from self._unpack(PackedFile(source.name, _normalize_name(source.name), open_stream), read)
         if source.size:
             on_bytes(source.size)
@@ -235,24 +231,23 @@ class Reader:
             yield from make_chunks(blocks if separator is None else split_at(blocks, separator))
 
     def _read_complete(self, file: PackedFile) -> Iterator[Chunk]:
-        """Yields the complete documents before the first error, then raises this error. Reads the file twice."""
-        file = file if file.reopenable else file.spool()
-        document_count, error, replaced = 0, None, self._encoding.replaced
-        try:
+        """Yields the complete documents before the first error: each document waits for its end, on disk if it is
+        long."""
+        sizes: list[int] = []
+        with (
+            temporary_file_errors(),
+            tempfile.SpooledTemporaryFile(MAX_HELD, "w+", encoding="utf-8", newline="") as held,
+        ):
             for chunk in self._read_plain(file):
-                document_count += chunk is None
-        except UserError as exception:
-            error = exception
-        self._encoding.replaced = replaced
-        for chunk in self._read_plain(file) if document_count else ():
-            if chunk is not None:
-                yield chunk
-                continue
-            document_count -= 1
-            if not document_count:
-                break
-        if error is not None:
-            raise error
+                if chunk is not None:
+                    held.write(chunk.text)
+                    sizes.append(len(chunk.text))
+                    continue
+                held.seek(0)
+                yield from (Chunk(held.read(size), i == 0) for i, size in enumerate(sizes))
+                held.seek(0)
+                held.truncate()
+                sizes.clear()
 
 
 def _cut(texts: Iterable[str]) -> Iterator[Chunk]:

@@ -84,14 +84,13 @@ class ByteStream(io.RawIOBase):
 
     def __init__(
         self, inner: Any, to_error: Callable[[Exception], UserError], on_read: OnBytes | None = None,
-        *, seekable: bool = False, close: tuple[Any, ...] = (),
+        *, seekable: bool = False,
     ) -> None:  # fmt: skip
         self.inner = inner
         self.to_error = to_error
         self.on_read = on_read
         self._read = getattr(inner, "read1", inner.read)
         self._seekable = seekable
-        self._to_close = (inner, *close)
 
     def readinto(self, buffer: Any, /) -> int:
         """Reads into a buffer. Returns the number of bytes, which is 0 only at the end."""
@@ -124,11 +123,10 @@ class ByteStream(io.RawIOBase):
         return int(self.inner.tell())
 
     def close(self) -> None:
-        """Closes the wrapped streams."""
+        """Closes the wrapped stream."""
         if not self.closed:
             super().close()
-            for file in self._to_close:
-                _close(file)
+            _close(self.inner)
 
 
 def _close(file: Any) -> None:
@@ -156,20 +154,27 @@ def open_source(source: Source, on_bytes: OnBytes) -> ByteStream:
         raise to_error(error) from None
 
 
+@contextlib.contextmanager
+def temporary_file_errors() -> Iterator[None]:
+    """Converts errors of a temporary file to `WorkError`."""
+    try:
+        yield
+    except OSError as error:
+        hint = "free up space there, or set TMPDIR to another folder"
+        raise WorkError(f"cannot write to {tempfile.gettempdir()}: {reason(error)}", hint) from None
+
+
 class Copy:
     """A copy of a stream in a temporary file that exists as long as this object or its streams. Raises `WorkError` if
     the disk is full."""
 
     def __init__(self, name: str, stream: ByteStream) -> None:
         self.name = name
-        try:
+        with temporary_file_errors():
             self._file = tempfile.TemporaryFile()  # noqa: SIM115
             weakref.finalize(self, _close, self._file)
             shutil.copyfileobj(stream, self._file, BUFFER)
             self._file.flush()
-        except OSError as error:
-            hint = "free up space there, or set TMPDIR to another folder"
-            raise WorkError(f"cannot write to {tempfile.gettempdir()}: {reason(error)}", hint) from None
         self.size = self._file.tell()
 
     def open(self) -> ByteStream:
@@ -185,7 +190,6 @@ class PackedFile:
     name: str  # Name for errors, such as "texts.zip/one.txt.gz".
     kind: str  # Lower-case name without the suffixes unpacked so far.
     open: Callable[[], ByteStream]
-    reopenable: bool = True
     depth: int = 0
 
     def unpack(self, ending: str) -> "PackedFile":
@@ -193,11 +197,6 @@ class PackedFile:
         unpack, inner = UNPACK[ending]
         kind = self.kind.removesuffix(ending) + inner
         return replace(self, kind=kind, open=lambda: unpack(self.name, self.open()), depth=self.depth + 1)
-
-    def spool(self) -> "PackedFile":
-        """Returns a seekable, reopenable copy."""
-        with contextlib.closing(self.open()) as stream:
-            return replace(self, open=Copy(self.name, stream).open, reopenable=True)
 
 
 @contextlib.contextmanager
@@ -213,8 +212,7 @@ def open_seekable(file: PackedFile) -> Iterator[ByteStream]:
 
 def gunzip(name: str, packed: ByteStream) -> ByteStream:
     """Decompresses gzip with any number of members."""
-    buffered = io.BufferedReader(packed, BUFFER)
-    return ByteStream(gzip.GzipFile(fileobj=buffered), partial(damage_error, name), close=(buffered,))
+    return ByteStream(gzip.GzipFile(fileobj=io.BufferedReader(packed, BUFFER)), partial(damage_error, name))
 
 
 def unzstd(name: str, packed: ByteStream) -> ByteStream:
@@ -227,8 +225,7 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
             import backports.zstd as zstd
     except ImportError:
         raise WorkError(f"{name} needs the package backports.zstd", install_extra("zstd")) from None
-    buffered = io.BufferedReader(packed, BUFFER)
-    return ByteStream(zstd.ZstdFile(buffered), partial(damage_error, name), close=(buffered,))
+    return ByteStream(zstd.ZstdFile(io.BufferedReader(packed, BUFFER)), partial(damage_error, name))
 
 
 class _Streams:
@@ -315,7 +312,7 @@ def zip_members(archive: PackedFile) -> Iterator[PackedFile]:
     ):
         for info in members.infolist():
             if not info.is_dir() and not _is_hidden(info.filename):
-                yield _member(archive, info.filename, partial(open_member, info), reopenable=True)
+                yield _member(archive, info.filename, partial(open_member, info))
 
 
 def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
@@ -333,7 +330,7 @@ def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
         while (info := members.next()) is not None:
             members.members.clear()  # type: ignore[attr-defined]  # tarfile would store all headers.
             if info.isreg() and not _is_hidden(info.name):
-                yield _member(archive, info.name, partial(open_member, info), reopenable=False)
+                yield _member(archive, info.name, partial(open_member, info))
         while stream.read(BUFFER):  # The checksum of a compressed archive is at its end.
             pass
 
@@ -388,9 +385,7 @@ class _StrictHeader(tarfile.TarInfo):
         return info
 
 
-def _member(
-    archive: PackedFile, name: str, open_member: Callable[[str], ByteStream], *, reopenable: bool
-) -> PackedFile:
+def _member(archive: PackedFile, name: str, open_member: Callable[[str], ByteStream]) -> PackedFile:
     """Returns a member. Opening it raises `UserError` if its name points outside the archive."""
     printable = "".join(c if c.isprintable() else "?" for c in name)
     full_name = f"{archive.name}/{printable}"
@@ -404,7 +399,7 @@ def _member(
         with translate_errors(partial(damage_error, full_name)):
             return open_member(full_name)
 
-    return PackedFile(full_name, name.lower(), open_checked, reopenable, archive.depth + 1)
+    return PackedFile(full_name, name.lower(), open_checked, archive.depth + 1)
 
 
 # The function that yields the members of each kind of archive.
