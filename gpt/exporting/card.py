@@ -171,7 +171,7 @@ def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
     bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
     scope = "" if provenance.val_loss is not None else " (parts of it, measured in training)"
     rounding = {32: "", 16: ", before its weights were rounded to 16 bits"}
-    change = rounding.get(min(BITS[dtype], provenance.bits), ", before its weights were quantized")
+    change = rounding.get(min(BITS.get(dtype, 8), provenance.bits), ", before its weights were quantized")
     return [f"Loss on text that it was not trained on{scope}: {loss:.4f} nats per token{bits}{change}."]
 
 

@@ -173,7 +173,7 @@ def test_incomplete_model_names_get_hints(gpt: Gpt) -> None:
     for name, hint in {
         "book": 'did you mean "' + str(Path("runs", "book")) + '"?',
         "owner/model": '"hf:owner/model"',
-        "runs/bok": "runs here: ",
+        "runs/bok": f'did you mean "{Path("runs", "book")}"?',
     }.items():
         result = gpt("eval", "t.txt", "-m", name)
         assert_error(result, f"there is no run or checkpoint {Path(name)}")

@@ -212,7 +212,7 @@ def test_threads_sharing_a_core_are_separated(monkeypatch: pytest.MonkeyPatch) -
 
 COUNT_SWITCHES = """
 import contextlib
-from gpt import waiting
+from gpt.system import waiting
 waiting.set_policy()
 import ctypes, torch
 torch.set_num_threads(2)
@@ -259,7 +259,7 @@ def test_threads_sleep_while_spinning_is_off() -> None:
 def test_end_threads_frees_the_thread_team() -> None:
     """GNU OpenMP does not spin while two threads have teams."""
     code = (
-        "import os, threading, time, torch; from gpt import waiting\n"
+        "import os, threading, time, torch; from gpt.system import waiting\n"
         "def team():\n"
         "    torch.ones(2**20).exp()\n"
         "    return len(os.listdir('/proc/self/task'))\n"
