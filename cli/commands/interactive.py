@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -301,14 +302,11 @@ def read_prompt() -> str | None:
 
 @contextlib.contextmanager
 def _readline_history() -> Iterator[None]:
-    try:
-        import readline
-    except ImportError:  # Windows
+    if not sys.stdin.isatty() or find_spec("readline") is None:  # Windows has no readline.
         yield
         return
-    if not sys.stdin.isatty():
-        yield
-        return
+    import readline
+
     with contextlib.suppress(OSError, UserError):  # The history file is optional.
         readline.read_history_file(_history_path())
     readline.set_history_length(HISTORY_LINES)

@@ -33,13 +33,9 @@ class ServeConfig:
         None, "Key that clients must send; GPT_SERVE_API_KEY hides it from other users", metavar="KEY", level="basic"
     )
     max_batch: int = _load(
-        0,
-        "Texts generated at the same time; others wait (--queue)",
-        shown="set by the device's memory",
-        level="basic",
-        low=0,
-        high=1024,
-    )
+        0, "Texts generated at the same time; others wait (--queue)", shown="set by the device's memory",
+        level="basic", low=0, high=1024,
+    )  # fmt: skip
     context: int = _load(
         0, "Context length in tokens; a shorter one needs less memory", shown="the model's", level="basic", low=0
     )
@@ -49,9 +45,8 @@ class ServeConfig:
     )
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
-        "model", "Default sampling settings: the model's own, or OpenAI's",
-        panel="Sampling",
-    )  # fmt: skip
+        "model", "Default sampling settings: the model's own, or OpenAI's", panel="Sampling"
+    )
     with_text: bool = option(
         False, "Let clients see passages of the training text that a text repeats", panel="Page", level="basic"
     )

@@ -23,10 +23,7 @@ from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
 from gpt.training.strategy import WEIGHT, Strategy
 
 SPARE_BYTES = 2**20  # disk space to leave free
-DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = (
-    60.0,
-    2.0,
-)  # seconds to wait for disk space at the end of a run, and between retries
+DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = 60.0, 2.0  # for disk space at the end of a run, and between retries
 
 
 class Checkpointer:

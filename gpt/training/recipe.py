@@ -62,9 +62,7 @@ EVALUATIONS = 20  # default number of evaluations
 PATIENCE_SHARE, MIN_PATIENCE = 0.25, 5
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
-COPIED_SETTINGS = (
-    "schedule", "clip", "keep", "seed", "merge_lora", "shard", "recompute"
-)  # fmt: skip
+COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "shard", "recompute")
 
 
 @dataclass(frozen=True)
@@ -87,11 +85,6 @@ class Facts:
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the teachers
     costs: Costs | None = None  # of uncompiled steps, once measured for ``--minutes``
     compiled_costs: Costs | None = None
-
-    @property
-    def unmeasured(self) -> "Facts":
-        """The same facts without costs, for a draft."""
-        return replace(self, costs=None, compiled_costs=None)
 
     def with_own_teachers(self, count: int, model: GPTConfig) -> "Facts":
         """The same facts for a run that trains teachers of its own size."""
@@ -281,7 +274,7 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
 def count_teachers(config: TrainConfig, facts: Facts) -> int:
     """The number of teachers that a run should train first. They pay off only if the model would read the text so
     often that it learns little more from it (benchmarks/defaults.md)."""
-    recipe = plan(replace(config, teachers=0), facts.unmeasured)
+    recipe = plan(replace(config, teachers=0), replace(facts, costs=None, compiled_costs=None))
     tokens: float = recipe.tokens(recipe.steps)
     if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
         return 0

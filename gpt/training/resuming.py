@@ -36,17 +36,8 @@ from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 
 Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
 
-CHANGEABLE_OPTIONS = (
-    "steps",
-    "nproc",
-    "shard",
-    "recompute",
-    "device",
-    "threads",
-    "micro_batch",
-    "keep",
-    "log",
-)  # Without dropout, only ``steps`` changes the result beyond rounding.
+# Without dropout, only ``steps`` changes the result beyond rounding.
+CHANGEABLE_OPTIONS = ("steps", "nproc", "shard", "recompute", "device", "threads", "micro_batch", "keep", "log")
 
 
 @dataclass(frozen=True)

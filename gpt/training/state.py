@@ -119,15 +119,8 @@ class Snapshot:
 
     def to_training_json(self, recipe: Recipe, machine: Machine) -> bytes:
         """Returns this snapshot's ``training.json``."""
-        return to_json(
-            {
-                "format": FORMAT,
-                "state": asdict(self.state),
-                "recipe": asdict(recipe),
-                "machine": asdict(machine),
-                "scaling": self.scaling or None,
-            }
-        )
+        values = {"format": FORMAT, "state": asdict(self.state), "recipe": asdict(recipe), "machine": asdict(machine)}
+        return to_json(values | {"scaling": self.scaling or None})
 
 
 def read_saved_state(path: Path) -> SavedState:
