@@ -181,10 +181,8 @@ class Interaction:
                 break
             messages = messages[later_turns[0] :]
         if len(ids) >= size:
-            raise UserError(
-                f"the last message and its answer have {len(ids):,} tokens, which fill the context of {size:,}",
-                "send a shorter message, or /clear starts a new conversation",
-            )
+            message = f"the last message and its answer have {len(ids):,} tokens, which fill the context of {size:,}"
+            raise UserError(message, "send a shorter message, or /clear starts a new conversation")
         if dropped := total - len(messages):
             render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
         return ids, messages
@@ -201,10 +199,8 @@ class Interaction:
 
     def _require_chat(self, command: str) -> None:
         if not self.is_chat:
-            raise UserError(
-                f"{command} needs a chat template, which {self.loaded.path} does not have",
-                "a model trained with gpt train --chat has one",
-            )
+            message = f"{command} needs a chat template, which {self.loaded.path} does not have"
+            raise UserError(message, "a model trained with gpt train --chat has one")
 
     def _print_help(self, _: str) -> None:
         terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")

@@ -145,16 +145,10 @@ def repeats(listing: "Listing") -> None:
     share = f"{summary['copied_share']:.1%} of the text"
     render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
     _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
-    for label, share, rows in (
-        ("repeated passages", f"{summary['repeated_share']:.1%} of the training text", listing.passages("train")),
-        (
-            "held-out passages in the training text",
-            f"{summary['held_out_share']:.1%} of the held-out text",
-            listing.passages("val"),
-        ),
-    ):
-        render.fact(label, share)
-        _print_repeats("First in", ((r["text"], _places(r), _place(r["first"])) for r in rows))
+    render.fact("repeated passages", f"{summary['repeated_share']:.1%} of the training text")
+    _print_repeats("First in", map(_passage, listing.passages("train")))
+    render.fact("held-out passages in the training text", f"{summary['held_out_share']:.1%} of the held-out text")
+    _print_repeats("First in", map(_passage, listing.passages("val")))
 
 
 def example_copies(data: dict[str, Any]) -> None:
@@ -172,9 +166,10 @@ def _print_repeats(origin: str, rows: Iterable[tuple[str, str, str]]) -> None:
         render.show(table)
 
 
-def _places(passage: dict[str, Any]) -> str:
+def _passage(passage: dict[str, Any]) -> tuple[str, str, str]:
     more = passage["repeats"] - 1
-    return _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
+    place = _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
+    return passage["text"], place, _place(passage["first"])
 
 
 def _place(place: dict[str, Any]) -> str:

@@ -90,9 +90,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
 
 
 NATS, BITS = "nats per token", "bits per byte"
-OUTCOMES = {
-    None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted",
-}  # fmt: skip
+OUTCOMES = {None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted"}
 
 
 def choose_loss_unit(reports: Sequence[Report]) -> str:
@@ -136,18 +134,16 @@ def limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]:
         return None, False, None
     high = 1.25 * max(starts)
     lows = [min(held_out or training) for training, held_out in known if training or held_out]
-    reached = [
-        (run["name"], max(map(max, filter(None, curves)), default=0.0)) for run, curves in zip(runs, known, strict=True)
-    ]
-    above = ", ".join(f"{name} reaches {loss:.3g}" for name, loss in reached if loss > high)
+    reached = [max(map(max, filter(None, curves)), default=0.0) for curves in known]
+    tops = zip(runs, reached, strict=True)
+    above = ", ".join(f"{run['name']} reaches {loss:.3g}" for run, loss in tops if loss > high)
     return high, ticks.spans_decades(min(lows), high), f"cut at {high:.3g}: {above}" if above else None
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
     """Returns the length in seconds and the name of a time unit that suits the longest run."""
-    longest = max(
-        event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
-    )
+    histories = [report.history for report in reports]
+    longest = max(event.seconds for history in histories for event in [*history.steps[-1:], *history.evals[-1:]])
     return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
 

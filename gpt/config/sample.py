@@ -150,9 +150,7 @@ class SampleConfig:
             except ValueError:
                 value = math.nan
             if not (token and separator and abs(value) <= MAX_BIAS):
-                raise UserError(
-                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MAX_BIAS:,} to {MAX_BIAS:,}',
-                    "such as --bias ' the=-2.5'",
-                )
+                message = f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MAX_BIAS:,} to {MAX_BIAS:,}'
+                raise UserError(message, "such as --bias ' the=-2.5'")
             pairs.append((token, value))
         return pairs

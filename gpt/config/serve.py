@@ -57,14 +57,12 @@ class ServeConfig:
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UserError("the key is empty or has characters that a header cannot contain", "use printable ASCII")
         if self.host not in LOOPBACK and self.api_key is None:
-            raise UserError(
-                f"others can reach {self.host}, and there is no key", "set GPT_SERVE_API_KEY, or leave out --host"
-            )
+            message = f"others can reach {self.host}, and there is no key"
+            raise UserError(message, "set GPT_SERVE_API_KEY, or leave out --host")
         for origin in self.cors:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/*]+", origin):
                 raise UserError(f'"{origin}" is not an origin', "such as --cors https://example.org, without a path")
         for name in self.allow_host:
             if not re.fullmatch(r"[^\s/*:@\[\]]+|\[[0-9a-fA-F:.]+\]", name):
-                raise UserError(
-                    f'"{name}" is not a host name', "such as --allow-host host.docker.internal, without a port"
-                )
+                message = f'"{name}" is not a host name'
+                raise UserError(message, "such as --allow-host host.docker.internal, without a port")

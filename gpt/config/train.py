@@ -188,10 +188,8 @@ class TrainConfig(TextConfig):
         if self.lora_rank is not None and self.init is None:
             raise UserError("--lora-rank needs --init", "an adapter needs a base model: --init CHECKPOINT")
         if self.lora_rank is not None and self.shard == "full":
-            raise UserError(
-                "--shard full cannot be combined with --lora-rank",
-                "leave it out: adapters do not support sharded weights",
-            )
+            message = "--shard full cannot be combined with --lora-rank"
+            raise UserError(message, "leave it out: adapters do not support sharded weights")
         for name in ("merge_lora", "lora_alpha", "lora_targets"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")

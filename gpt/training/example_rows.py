@@ -80,9 +80,8 @@ class RowBatches:
         """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T). T
         is the length of the step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        windows = [
-            self.examples.window(index) for index in shuffle_indices(positions, len(self.examples), self.seed).tolist()
-        ]
+        indices = shuffle_indices(positions, len(self.examples), self.seed).tolist()
+        windows = [self.examples.window(index) for index in indices]
         shape = (self.rows // ranks, max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):

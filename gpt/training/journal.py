@@ -128,10 +128,12 @@ class Journal:
             latest = f"-m {self.run.path}:latest has the last step's weights"
             self.note(f"{what} step {best:,}; that checkpoint is used ({latest})")
         result = replace(result, seconds=self.elapsed())
-        loss, bits, path = result.val_loss, result.bits_per_byte, result.checkpoint.name
-        self.emit(
-            events.EndEvent, reason=reason, checkpoint=path, val_loss=loss, bits_per_byte=bits, seconds=result.seconds
-        )
+        values: dict[str, Any] = {
+            "val_loss": result.val_loss,
+            "bits_per_byte": result.bits_per_byte,
+            "seconds": result.seconds,
+        }
+        self.emit(events.EndEvent, reason=reason, checkpoint=result.checkpoint.name, **values)
         self.write(ended=reason, result=result.record())
         return result
 

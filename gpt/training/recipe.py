@@ -457,17 +457,13 @@ def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: b
     batch_tokens, context = config.batch_tokens, choose_context(config, preset.model)
     if not pairs and batch_tokens is not None and batch_tokens % context:
         lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
-        raise UserError(
-            f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}",
-            f"use {upper:,}" + (f" or {lower:,}" if lower else ""),
-        )
+        message = f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}"
+        raise UserError(message, f"use {upper:,}" + (f" or {lower:,}" if lower else ""))
     return max(1, round((batch_tokens or preset.batch_tokens) / row_tokens))
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch of a step."""
-
     rows: int
     row_size: float  # tokens per row, on average
     ramp: Ramp | None
@@ -584,10 +580,8 @@ def parse_micro_batch(text: str, rows: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UserError(f'micro-batch is "{text}"; it must be auto or a whole number of at least 1')
     if rows % int(text):
-        raise UserError(
-            f"a micro-batch of {text} does not divide the {rows:,} sequences of a step",
-            "use one of " + ", ".join(map(str, divisors(rows))),
-        )
+        message = f"a micro-batch of {text} does not divide the {rows:,} sequences of a step"
+        raise UserError(message, "use one of " + ", ".join(map(str, divisors(rows))))
     return int(text)
 
 

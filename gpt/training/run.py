@@ -74,7 +74,7 @@ def resume(
     changes = changes or {}
     resuming.refuse_fixed_options(changes, texts)
     settings = from_dict(TrainConfig, changes, "resume")
-    if not environment.is_distributed() and (result := resuming.finished_result(run, changes)):
+    if not environment.is_distributed() and (result := read_started(resuming.find_run(run)).final_result(changes)):
         listen(events.Note(f"{result.run} is finished"))
         return result  # A finished run needs no other processes.
     with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:

@@ -143,9 +143,8 @@ class Stepper:
         state, batch = random_states(self.compute.device), self.placeholder_batch(self.model.config.block_size)
         try:
             if self.recipe.compiles_whole_step(self.compute.device.type, self.world.size):
-                program = GradientProgram(
-                    self.objective, self.model, self.compute, self.micro_batch, self.note, batch[-1]
-                )
+                rows, teachers = self.micro_batch, batch[-1]
+                program = GradientProgram(self.objective, self.model, self.compute, rows, self.note, teachers)
                 program(*batch)
                 self.program = program
             else:
@@ -183,7 +182,6 @@ class Stepper:
 
 
 def _run_compiler(task: Callable[[], object]) -> Exception | None:
-    """Runs a compilation and returns its error, if any."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Hides Inductor's advice to kernel developers.
