@@ -65,7 +65,7 @@ class Interaction:
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
             "/clear": self._clear_messages, "/set": self._change_setting, "/model": self._change_model,
-            "/help": self._print_help,
+            "/help": lambda _: terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n"),
             **dict.fromkeys(("/quit", "/exit", "/bye"), lambda _: sys.exit(0)),
         }  # fmt: skip
 
@@ -201,9 +201,6 @@ class Interaction:
         if not self.is_chat:
             message = f"{command} needs a chat template, which {self.loaded.path} does not have"
             raise UserError(message, "a model trained with gpt train --chat has one")
-
-    def _print_help(self, _: str) -> None:
-        terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")
 
     def _change_setting(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]

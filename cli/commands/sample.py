@@ -170,6 +170,5 @@ def _choose_seed(settings: SampleConfig, seed: int | None, results: "Results", q
     if results.seed is not None and seed not in (None, results.seed):
         message = f"{results.path} has seed {results.seed}, not {seed}"
         raise UserError(message, "leave out --seed, or choose another file")
-    if seed is None:
-        seed = results.seed
+    seed = results.seed if seed is None else seed
     return render.draw_seed(announce=settings.draws and not quiet) if seed is None else seed

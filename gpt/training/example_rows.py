@@ -210,7 +210,7 @@ class ChatEncoder(Encoder[Conversation]):
         if self._split:
             yield (
                 "the chat template changes earlier messages as a conversation grows: "
-                f"{counted(self._split, 'conversation', 'conversations')} with several answers became a row per answer"
+                f"{counted(self._split, 'conversation')} with several answers became a row per answer"
             )
         unit = "row" if self._split else "conversation"
         if total := self._cut_after + self._cut_inside + self._skipped:
@@ -221,4 +221,4 @@ class ChatEncoder(Encoder[Conversation]):
                 "starts too late"
             )
         if self._rejected:
-            yield f"{counted(self._rejected, 'conversation', 'conversations')} skipped: rejected by the chat template"
+            yield f"{counted(self._rejected, 'conversation')} skipped: rejected by the chat template"

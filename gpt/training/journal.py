@@ -128,11 +128,7 @@ class Journal:
             latest = f"-m {self.run.path}:latest has the last step's weights"
             self.note(f"{what} step {best:,}; that checkpoint is used ({latest})")
         result = replace(result, seconds=self.elapsed())
-        values: dict[str, Any] = {
-            "val_loss": result.val_loss,
-            "bits_per_byte": result.bits_per_byte,
-            "seconds": result.seconds,
-        }
+        values: dict[str, Any] = {key: getattr(result, key) for key in ("val_loss", "bits_per_byte", "seconds")}
         self.emit(events.EndEvent, reason=reason, checkpoint=result.checkpoint.name, **values)
         self.write(ended=reason, result=result.record())
         return result

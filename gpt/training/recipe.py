@@ -93,12 +93,8 @@ class Facts:
     @classmethod
     def on(cls, compute: Compute, **others: Any) -> "Facts":
         """Returns the facts of a device and its machine, with ``others``."""
-        device, memory = compute.device.type, compute.memory()
-        compiler = compiles_by_default()
-        return cls(
-            device=device, dtype=compute.dtype_name, memory=memory, host_memory=host_memory(), has_compiler=compiler,
-            **others,
-        )  # fmt: skip
+        others |= {"memory": compute.memory(), "host_memory": host_memory(), "has_compiler": compiles_by_default()}
+        return cls(device=compute.device.type, dtype=compute.dtype_name, **others)
 
 
 @dataclass(frozen=True)
