@@ -1,6 +1,7 @@
 """Builds and runs the command line app, and turns errors into messages and exit codes."""
 
 import errno
+import functools
 import os
 import platform
 import sys
@@ -35,6 +36,11 @@ def _print_help(context: typer.Context) -> None:
 
 
 _python_showwarning = warnings.showwarning
+# A switch without an environment variable: other programs could use GPT_VERSION.
+_switch = functools.partial(typer.Option, False, allow_from_autoenv=False, show_envvar=False)
+CONTEXT = {
+    "auto_envvar_prefix": "GPT", "help_option_names": help_pages.FLAGS, "max_content_width": help_pages.WIDTH
+}  # fmt: skip
 GROUPS = ("tokenizer", "data", "inspect", "runs")
 COMMANDS = {  # Each command's heading on the help page, in order.
     name: heading
@@ -68,16 +74,7 @@ class _Root(help_pages.Group):
 def make_app(args: Sequence[str] = ()) -> typer.Typer:
     """Builds the app. Imports only the command or group that ``args`` start with, because importing all is slow."""
     app = typer.Typer(
-        name="gpt",
-        cls=_Root,
-        help=HELP,
-        epilog=EPILOG,
-        pretty_exceptions_enable=False,
-        context_settings={
-            "auto_envvar_prefix": "GPT",
-            "help_option_names": help_pages.FLAGS,
-            "max_content_width": help_pages.WIDTH,
-        },
+        name="gpt", cls=_Root, help=HELP, epilog=EPILOG, pretty_exceptions_enable=False, context_settings=CONTEXT
     )
     app.callback(invoke_without_command=True)(_main)
     for name in [name for name in COMMANDS if name in args[:1]] or COMMANDS:
@@ -109,25 +106,14 @@ def _collect_versions() -> dict[str, Any]:
         device = pick().describe()
     except Exception as error:
         device = f"{type(error).__name__}: {error}"
-    return {
-        "gpt": VERSION,
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "device": device,
-        "packages": packages(),
-    }
+    system = {"python": platform.python_version(), "platform": platform.platform()}
+    return {"gpt": VERSION, **system, "device": device, "packages": packages()}
 
 
 def _main(
     context: typer.Context,
-    version: bool = typer.Option(
-        False,
-        "--version",
-        help="Print the version; with --json, also packages and device",
-        allow_from_autoenv=False,  # Other programs could use GPT_VERSION.
-        show_envvar=False,
-    ),
-    json: bool = typer.Option(False, "--json", hidden=True, allow_from_autoenv=False, show_envvar=False),
+    version: bool = _switch("--version", help="Print the version; with --json, also packages and device"),
+    json: bool = _switch("--json", hidden=True),
 ) -> None:
     if version:
         typer.echo(as_json(_collect_versions()) if json else f"gpt {VERSION}")

@@ -107,9 +107,8 @@ def suggest(error: Any, context: Any) -> tuple[str, str] | None:
     """Returns a message and hint for another program's option or an extra argument, or None for other errors."""
     if context is None:
         return None
-    parameters = {
-        flag: parameter for parameter in context.command.params for flag in parameter.opts if not parameter.hidden
-    }
+    shown = [parameter for parameter in context.command.params if not parameter.hidden]
+    parameters = {flag: parameter for parameter in shown for flag in parameter.opts}
     if "unexpected extra argument" in error.message and "--model" in parameters:
         quotes_hint = f'a text of several words needs quotes: {context.command_path} "Once upon a time"; '
         takes_text = any(parameter.param_type_name == "argument" for parameter in context.command.params)
@@ -118,13 +117,10 @@ def suggest(error: Any, context: Any) -> tuple[str, str] | None:
     if not hasattr(error, "possibilities"):  # Not an error about an unknown option.
         return None
     foreign_name = error.option_name.lower().lstrip("-").replace("_", "-")
-    candidates = [
-        f"--{foreign_name}",
-        *(name for name, aliases in _FOREIGN_OPTIONS.items() if foreign_name in aliases.split()),
-    ]
-    hint = "; ".join(
-        _describe(name, parameters[name], context) for name in candidates if name in parameters
-    ) or _HINTS.get(foreign_name)
+    ours = [name for name, aliases in _FOREIGN_OPTIONS.items() if foreign_name in aliases.split()]
+    candidates = [name for name in (f"--{foreign_name}", *ours) if name in parameters]
+    hints = (_describe(name, parameters[name], context) for name in candidates)
+    hint = "; ".join(hints) or _HINTS.get(foreign_name)
     return (f"there is no option {error.option_name}", hint) if hint else None
 
 

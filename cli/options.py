@@ -48,8 +48,7 @@ Device = Annotated[str, one_of(get_args(config.Device), help="Device; auto: CUDA
 Dtype = Annotated[
     str,
     one_of(
-        get_args(sample_config.Dtype),
-        help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights",
+        get_args(sample_config.Dtype), help="auto: bfloat16 on recent GPUs, else float32; int8, int4: quantized weights"
     ),
 ]
 Threads = Annotated[
@@ -75,7 +74,7 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         fields = [field for field in dataclasses.fields(config_class) if field.name not in without]
         names = [field.name for field in fields]
-        command_parameters = inspect.signature(command).parameters
+        command_parameters = inspect.signature(command, eval_str=True).parameters
 
         @functools.wraps(command)
         def with_options(_context: typer.Context, **values: Any) -> Any:
@@ -83,20 +82,15 @@ def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Cal
             for first, second, _ in getattr(config_class, "EXCLUSIVE", ()):
                 _drop_weaker(_context, field_values, (first, second))
             if "given" in command_parameters:  # The user gave every setting whose source is not a default.
-                sources = {
-                    name: _context.get_parameter_source(name) for name in field_values if field_values[name] is not None
-                }
+                set_values = {name: value for name, value in field_values.items() if value is not None}
+                sources = {name: _context.get_parameter_source(name) for name in set_values}
                 given = [name for name, source in sources.items() if source and source.name != "DEFAULT"]
-                values["given"] = {name: field_values[name] for name in given}
+                values["given"] = {name: set_values[name] for name in given}
             if "words" in command_parameters:
                 values["words"] = _context.find_root().obj
             return command(settings=from_dict(config_class, field_values, command.__name__), **values)
 
-        own_parameters = [
-            p
-            for p in inspect.signature(command, eval_str=True).parameters.values()
-            if p.name not in ("settings", "given", "words")
-        ]
+        own_parameters = [p for p in command_parameters.values() if p.name not in ("settings", "given", "words")]
         ordered_fields = sorted(fields, key=lambda field: PANELS.index(field.metadata["panel"]))
         field_parameters = [_make_parameter(config_class, field) for field in ordered_fields]
         context_parameter = inspect.Parameter("_context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
@@ -154,9 +148,8 @@ def config_file(config_class: type[Any]) -> Any:
                 # The parser would convert booleans to the numbers 1 and 0.
                 if (without_none(types[key]) is bool) != isinstance(value, bool):
                     literal = str(value).lower() if isinstance(value, bool) else repr(value)
-                    raise UserError(
-                        f"{path}: {key} is {literal}", "use true or false for switches, and only for switches"
-                    )
+                    message = f"{path}: {key} is {literal}"
+                    raise UserError(message, "use true or false for switches, and only for switches")
             context.default_map = {**(context.default_map or {}), **values}
         return path
 

@@ -33,10 +33,7 @@ def list_corpora(json: Json = False) -> None:
     from gpt.documents import catalogue
 
     entries = [catalogue.corpus(name) for name in catalogue.names()]
-    if not json:
-        render_data.corpora(entries)
-    for entry in entries if json else ():
-        render.json_line(views_results.corpus_summary(entry))
+    render.json_line(*map(views_results.corpus_summary, entries)) if json else render_data.corpora(entries)
 
 
 @app.command("show")
@@ -74,10 +71,7 @@ def show(
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
-    if json:
-        render.json_line(views_results.token_folder(folder, verify))
-    else:
-        render_data.token_folder(folder, verify)
+    render.json_line(views_results.token_folder(folder, verify)) if json else render_data.token_folder(folder, verify)
 
 
 @app.command("check")

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +66,7 @@ class Interaction:
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
             "/clear": self._clear_messages, "/set": self._change_setting, "/model": self._change_model,
-            "/help": self._print_help,
+            "/help": lambda _: terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n"),
             **dict.fromkeys(("/quit", "/exit", "/bye"), lambda _: sys.exit(0)),
         }  # fmt: skip
 
@@ -181,10 +182,8 @@ class Interaction:
                 break
             messages = messages[later_turns[0] :]
         if len(ids) >= size:
-            raise UserError(
-                f"the last message and its answer have {len(ids):,} tokens, which fill the context of {size:,}",
-                "send a shorter message, or /clear starts a new conversation",
-            )
+            message = f"the last message and its answer have {len(ids):,} tokens, which fill the context of {size:,}"
+            raise UserError(message, "send a shorter message, or /clear starts a new conversation")
         if dropped := total - len(messages):
             render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
         return ids, messages
@@ -201,13 +200,8 @@ class Interaction:
 
     def _require_chat(self, command: str) -> None:
         if not self.is_chat:
-            raise UserError(
-                f"{command} needs a chat template, which {self.loaded.path} does not have",
-                "a model trained with gpt train --chat has one",
-            )
-
-    def _print_help(self, _: str) -> None:
-        terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n")
+            message = f"{command} needs a chat template, which {self.loaded.path} does not have"
+            raise UserError(message, "a model trained with gpt train --chat has one")
 
     def _change_setting(self, words: str) -> None:
         name, value = (*re.split(r"[\s=]+", words, maxsplit=1), "")[:2]
@@ -310,14 +304,11 @@ def read_prompt() -> str | None:
 
 @contextlib.contextmanager
 def _readline_history() -> Iterator[None]:
-    try:
-        import readline
-    except ImportError:  # Windows
+    if not sys.stdin.isatty() or find_spec("readline") is None:  # Windows has no readline.
         yield
         return
-    if not sys.stdin.isatty():
-        yield
-        return
+    import readline
+
     with contextlib.suppress(OSError, UserError):  # The history file is optional.
         readline.read_history_file(_history_path())
     readline.set_history_length(HISTORY_LINES)

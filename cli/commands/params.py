@@ -48,10 +48,7 @@ def params(
         conflict = targets[0] if targets else f"--{next(iter(overrides))}".replace("_", "-")
         raise UserError(f"--list shows all presets, but {conflict} asks for a single shape", "leave one of them out")
     if list_all and out is None:
-        if not json:
-            render_params.presets(PRESETS)
-        for name, preset in PRESETS.items() if json else ():
-            render.json_line(views_params.preset(name, preset.model))
+        render.json_line(*views_params.presets(PRESETS)) if json else render_params.presets(PRESETS)
         return
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
     shapes = [_find_shape(target, {} if list_all else overrides) for target in selected]

@@ -36,8 +36,7 @@ def report(
     from ..show import render_report, views_report
 
     if json:
-        for run_report in run_reports:
-            render.json_line(views_report.report_data(run_report))
+        render.json_line(*map(views_report.report_data, run_reports))
     if out is not None:
         title = ", ".join(run_report.name for run_report in run_reports)
         page.write(out, page.html("report", f"report: {title}", views_report.report_page(run_reports)), json)

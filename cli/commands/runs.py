@@ -6,14 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from gpt.system.errors import UserError
 from gpt.system.words import counted
 
 from ..options import Json, option
-from ..show import render
-from ..show.render_data import format_size
+from ..show import render, render_data
 
 app = typer.Typer()
 
@@ -31,19 +29,9 @@ def list_runs(context: typer.Context, json: Json = False) -> None:
     from gpt.runs.folder import RUNS, runs_in
 
     runs = sorted(map(summarize, runs_in(Path(RUNS))), key=lambda run: run.started or "")
-    if json:
-        for run in runs:
-            render.json_line(asdict(run))
-        return
-    if not runs:
+    if not runs and not json:
         raise UserError(f"there are no runs in {RUNS}/", "train one: gpt train FILE")
-    table = render.table("Run", "Text", ">Parameters", ">Bits per byte", "Verdict", "Started (UTC)", ">Size")
-    for run in runs:
-        bits = "" if run.bits_per_byte is None else f"{run.bits_per_byte:.3f}"
-        parameters = "" if run.parameters is None else f"{run.parameters:,}"
-        started = (run.started or "")[:16].replace("T", " ")
-        table.add_row(run.name, run.text or "", parameters, bits, run.verdict, started, format_size(run.bytes))
-    render.show(table, Text("gpt report runs/NAME prints details; gpt train --resume runs/NAME finishes a run.", "dim"))
+    render.json_line(*map(asdict, runs)) if json else render_data.runs(runs)
 
 
 def _names() -> list[str]:
@@ -67,7 +55,7 @@ def remove(
     runs = [path if len(path.parts) > 1 else Path(folder.RUNS, path) for path in map(Path, names)]
     for run in runs:
         folder.check_run(run)
-    size = format_size(sum(summarize(run).bytes for run in runs))
+    size = render_data.format_size(sum(summarize(run).bytes for run in runs))
     question = f"Delete {', '.join(map(str, runs))}: {counted(len(runs), 'run')}, {size}?"
     with contextlib.suppress(typer.Abort):  # The answer is missing.
         yes = yes or typer.confirm(question, err=True)

@@ -65,10 +65,8 @@ def sample(
     settings = resolve_constraint(settings, given)
     if interactive:
         if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
-            raise UserError(
-                "--interactive cannot be combined with a prompt, --prompts, --out, --json, --quiet or --num",
-                "leave one of them out",
-            )
+            message = "--interactive cannot be combined with a prompt, --prompts, --out, --json, --quiet or --num"
+            raise UserError(message, "leave one of them out")
         for name in [*(name for name in UNUSED if name in given), *["no_echo"] * no_echo]:
             render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
         converse(settings, given, model, base, seed, device, dtype, threads)
@@ -134,7 +132,6 @@ def check_numbers(num: int, seed: int | None) -> None:
 
 
 def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:
-    """Prints notes about given options without effect."""
     draws_with = [*(["temperature"] if settings.temperature else []), "top_k", "top_p", "min_p"]
     greedy = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
     for applies, names, where in (
@@ -168,13 +165,10 @@ def _write_file(
 def _choose_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
     """Returns the requested seed, the seed of an existing file, or a random seed."""
     if results.done and (results.seed is not None) != settings.draws:
-        raise UserError(
-            f"{results.path} was written with different settings", "use the same settings, or choose another file"
-        )
+        message = f"{results.path} was written with different settings"
+        raise UserError(message, "use the same settings, or choose another file")
     if results.seed is not None and seed not in (None, results.seed):
-        raise UserError(
-            f"{results.path} has seed {results.seed}, not {seed}", "leave out --seed, or choose another file"
-        )
-    if seed is None:
-        seed = results.seed
+        message = f"{results.path} has seed {results.seed}, not {seed}"
+        raise UserError(message, "leave out --seed, or choose another file")
+    seed = results.seed if seed is None else seed
     return render.draw_seed(announce=settings.draws and not quiet) if seed is None else seed

@@ -34,10 +34,11 @@ def show(*parts: RenderableType) -> None:
         console.print(part)
 
 
-def json_line(values: Mapping[str, Any]) -> None:
-    """Prints an object as one line of JSON. NaN and infinities become null."""
+def json_line(*objects: Mapping[str, Any]) -> None:
+    """Prints each object as one line of JSON. NaN and infinities become null."""
     ascii_only = (sys.stdout.encoding or "").lower().replace("-", "") != "utf8"
-    terminal.write(as_json(values, ascii=ascii_only) + "\n", is_json=True)
+    for values in objects:
+        terminal.write(as_json(values, ascii=ascii_only) + "\n", is_json=True)
 
 
 def error(message: str, hint: str) -> None:

@@ -1,4 +1,4 @@
-"""Prints the results of ``gpt data``, ``tokenize`` and ``tokenizer``: corpora, token folders and vocabularies."""
+"""Prints the results of ``gpt data``, ``runs``, ``tokenize`` and ``tokenizer``."""
 
 import shlex
 import sys
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from gpt.corpus.token_folder import TokenFolder
     from gpt.corpus.vocabulary import Usage
     from gpt.documents.catalogue import CatalogueEntry
+    from gpt.insight.report import RunSummary
     from gpt.tokenizers.tokenizer import Tokenizer
 
 SPLITS = {
@@ -37,6 +38,17 @@ def format_size(size: int | None) -> str:
     while value >= 999.5 and len(units) > 1:
         value, units = value / 1000, units[1:]
     return f"{value:,.0f} {units[0]}" if value >= 99.95 else f"{value:.1f} {units[0]}".replace(".0 ", " ")
+
+
+def runs(summaries: "Sequence[RunSummary]") -> None:
+    """Prints a line per run."""
+    table = render.table("Run", "Text", ">Parameters", ">Bits per byte", "Verdict", "Started (UTC)", ">Size")
+    for run in summaries:
+        bits = "" if run.bits_per_byte is None else f"{run.bits_per_byte:.3f}"
+        parameters = "" if run.parameters is None else f"{run.parameters:,}"
+        started = (run.started or "")[:16].replace("T", " ")
+        table.add_row(run.name, run.text or "", parameters, bits, run.verdict, started, format_size(run.bytes))
+    render.show(table, Text("gpt report runs/NAME prints details; gpt train --resume runs/NAME finishes a run.", "dim"))
 
 
 def corpora(entries: "Sequence[CatalogueEntry]") -> None:
@@ -133,16 +145,10 @@ def repeats(listing: "Listing") -> None:
     share = f"{summary['copied_share']:.1%} of the text"
     render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
     _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
-    for label, share, rows in (
-        ("repeated passages", f"{summary['repeated_share']:.1%} of the training text", listing.passages("train")),
-        (
-            "held-out passages in the training text",
-            f"{summary['held_out_share']:.1%} of the held-out text",
-            listing.passages("val"),
-        ),
-    ):
-        render.fact(label, share)
-        _print_repeats("First in", ((r["text"], _places(r), _place(r["first"])) for r in rows))
+    render.fact("repeated passages", f"{summary['repeated_share']:.1%} of the training text")
+    _print_repeats("First in", map(_passage, listing.passages("train")))
+    render.fact("held-out passages in the training text", f"{summary['held_out_share']:.1%} of the held-out text")
+    _print_repeats("First in", map(_passage, listing.passages("val")))
 
 
 def example_copies(data: dict[str, Any]) -> None:
@@ -160,9 +166,10 @@ def _print_repeats(origin: str, rows: Iterable[tuple[str, str, str]]) -> None:
         render.show(table)
 
 
-def _places(passage: dict[str, Any]) -> str:
+def _passage(passage: dict[str, Any]) -> tuple[str, str, str]:
     more = passage["repeats"] - 1
-    return _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
+    place = _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
+    return passage["text"], place, _place(passage["first"])
 
 
 def _place(place: dict[str, Any]) -> str:

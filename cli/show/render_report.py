@@ -71,10 +71,8 @@ def _charts(runs: Sequence[dict[str, Any]], run_reports: "Sequence[Report]", uni
     for title, key in (
         ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
     ):  # fmt: skip
-        series = [
-            Series(run["name"] if len(runs) > 1 else "", _points(run["steps"], key), 2 * i)
-            for i, run in enumerate(runs)
-        ]
+        names = [run["name"] if len(runs) > 1 else "" for run in runs]
+        series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
         charts.append((title, "steps", series, 7, key == "grad_norm"))
     return charts
 

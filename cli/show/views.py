@@ -27,6 +27,11 @@ def attention_data(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
     def text(id: Any) -> str:
         return inspect.token_text(tokenizer, int(id))
 
+    def likely(ids: Any, shares: Any) -> list[Tree]:
+        pairs = zip(ids, shares, strict=True)
+        return [{"token": int(id), "text": text(id), "probability": round(float(p), 6)} for id, p in pairs]
+
+    layers = zip(inspection.lens.ids, inspection.lens.probabilities, strict=True)
     logits = inspection.logits.astype(np.float64)
     probabilities = np.exp(logits - logits.max())
     probabilities /= probabilities.sum()
@@ -42,16 +47,7 @@ def attention_data(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
         "patterns": _round(inspection.patterns),  # (layers, heads, queries, keys)
         "scores": _scores(inspection),
         "chance": _chance(inspection, 0),
-        "lens": [
-            [
-                [
-                    {"token": int(id), "text": text(id), "probability": round(float(p), 6)}
-                    for id, p in zip(ids, shares, strict=True)
-                ]
-                for ids, shares in zip(*layer, strict=True)
-            ]
-            for layer in zip(inspection.lens.ids, inspection.lens.probabilities, strict=True)
-        ],
+        "lens": [[likely(*position) for position in zip(*layer, strict=True)] for layer in layers],
         "next": [
             {"token": int(id), "text": text(id), "logit": float(logits[id]), "probability": float(probabilities[id])}
             for id in best

@@ -1,14 +1,16 @@
 """The data of ``gpt params``, for ``--json`` and its page: parameter counts, and the cost of training and sampling."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.model import PRESETS, GPTConfig, Preset
 from gpt.config.plan import PlanConfig
 from gpt.model.memory import count_saved_bytes
 from gpt.model.params import Breakdown, breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset
 from gpt.model.plan import TrainingPlan, plans, trained_tokens
+
+from .views_results import pick
 
 GPT3_FLOPS = 6  # FLOPs per parameter and token in the GPT-3 paper, which ignores attention scores.
 
@@ -24,9 +26,9 @@ class Shape:
 
     def data(self) -> dict[str, Any]:
         """Returns the object of ``gpt params --json``."""
-        sums = ("total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
         values = {"name": self.name, "config": asdict(self.config), "rows": [asdict(row) for row in self.parts.rows]}
-        return values | {key: getattr(self.parts, key) for key in sums}
+        sums = pick(self.parts, "total_weights", "tied", "positions", "biases", "layer_norms", "trainable")
+        return values | sums
 
 
 @dataclass(frozen=True)
@@ -68,16 +70,14 @@ class Cost:
         }
 
     def _plan(self, plan: TrainingPlan) -> dict[str, Any]:
-        names = ("micro_batch", "recompute", "loss_chunk", "dtype", "optimizer")
         return {
             "kind": self.settings.kind,
             "devices": plan.devices,
             "shard": "full" if plan.setup.shard else "none",
-            **{name: getattr(plan.setup, name) for name in names},
+            **pick(plan.setup, "micro_batch", "recompute", "loss_chunk", "dtype", "optimizer"),
             "peak": plan.memory.peak,
             "room": plan.memory_limit,
-            "fits": plan.fits,
-            "days": plan.days,
+            **pick(plan, "fits", "days"),
         }
 
     def _memory(self) -> dict[str, Any]:
@@ -89,18 +89,17 @@ class Cost:
             "cache": cache_bytes(config, config.block_size, setup.width),
         }
         return {
-            **{name: getattr(memory, name) for name in ("parameters", "gradients", "optimizer")},
+            **pick(memory, "parameters", "gradients", "optimizer"),
             "activations": full,
             "activations_recomputed": recomputed,
-            "logits": memory.logits,
-            "copies": memory.copies,
+            **pick(memory, "logits", "copies"),
             "moments": dict(memory.moments),
-            "peak": memory.peak,
-            "snapshot": memory.snapshot,
+            **pick(memory, "peak", "snapshot"),
             "sampling": sampling,
         }
 
 
-def preset(name: str, config: GPTConfig) -> dict[str, Any]:
-    """Returns an object of ``gpt params --list --json``."""
-    return {"name": name, "config": asdict(config), "trainable": breakdown(config).trainable}
+def presets(all_presets: Mapping[str, Preset]) -> Iterator[dict[str, Any]]:
+    """Yields the objects of ``gpt params --list --json``."""
+    for name, preset in all_presets.items():
+        yield {"name": name, "config": asdict(preset.model), "trainable": breakdown(preset.model).trainable}

@@ -3,24 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from gpt.insight.report import Report, find_differing_settings, finite
 
 from . import ticks
+from .views_results import Tree, pick
 
 POINTS = 1000  # Maximum points per curve on a page.
-Tree = dict[str, Any]
 
 
 def report_data(report: Report, max_points: int | None = None) -> Tree:
     """Returns a run's object of ``gpt report --json``. ``max_points`` limits the points per curve."""
     history = report.history
     steps, evals = report.columns(max_points)
-    end = None
-    if history.end is not None:
-        keys = ("reason", "checkpoint", "val_loss", "bits_per_byte", "step", "seconds")
-        end = {key: getattr(history.end, key) for key in keys}
+    end_keys = ("reason", "checkpoint", "val_loss", "bits_per_byte", "step", "seconds")
     return {
         "run": str(report.path),
         "name": report.name,
@@ -31,20 +27,18 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "yardsticks": report.yardsticks and asdict(report.yardsticks),
         "trend": report.trend,
         "verdict": report.verdict,
-        "best": None if history.best is None else {"step": history.best.step, "val_loss": history.best.val_loss},
+        "best": history.best and pick(history.best, "step", "val_loss"),
         "samples": _samples(report),
         "copying": _copying(report),
-        "rollbacks": [
-            {key: getattr(each, key) for key in ("step", "failed_step", "why")} for each in history.rollbacks
-        ],
+        "rollbacks": [pick(rollback, "step", "failed_step", "why") for rollback in history.rollbacks],
         "resumes": [resume.step for resume in history.resumes],
-        "end": end,
+        "end": history.end and pick(history.end, *end_keys),
         "unread_lines": history.unread,
     }
 
 
 def _samples(report: Report) -> list[Tree]:
-    samples = [{key: getattr(sample, key) for key in ("step", "prompt", "text")} for sample in report.history.samples]
+    samples = [pick(sample, "step", "prompt", "text") for sample in report.history.samples]
     if report.copying is not None:
         rows = zip(samples, report.copying.samples, report.copying.texts, strict=True)
         for sample, copied, text in rows:
@@ -96,9 +90,7 @@ def report_page(reports: Sequence[Report]) -> Tree:
 
 
 NATS, BITS = "nats per token", "bits per byte"
-OUTCOMES = {
-    None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted",
-}  # fmt: skip
+OUTCOMES = {None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted"}
 
 
 def choose_loss_unit(reports: Sequence[Report]) -> str:
@@ -142,18 +134,16 @@ def limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]:
         return None, False, None
     high = 1.25 * max(starts)
     lows = [min(held_out or training) for training, held_out in known if training or held_out]
-    reached = [
-        (run["name"], max(map(max, filter(None, curves)), default=0.0)) for run, curves in zip(runs, known, strict=True)
-    ]
-    above = ", ".join(f"{name} reaches {loss:.3g}" for name, loss in reached if loss > high)
+    reached = [max(map(max, filter(None, curves)), default=0.0) for curves in known]
+    tops = zip(runs, reached, strict=True)
+    above = ", ".join(f"{run['name']} reaches {loss:.3g}" for run, loss in tops if loss > high)
     return high, ticks.spans_decades(min(lows), high), f"cut at {high:.3g}: {above}" if above else None
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
     """Returns the length in seconds and the name of a time unit that suits the longest run."""
-    longest = max(
-        event.seconds for report in reports for event in [*report.history.steps[-1:], *report.history.evals[-1:]]
-    )
+    histories = [report.history for report in reports]
+    longest = max(event.seconds for history in histories for event in [*history.steps[-1:], *history.evals[-1:]])
     return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
 

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 Tree = dict[str, Any]
 
 
-def _pick(source: Any, *names: str) -> Tree:
+def pick(source: Any, *names: str) -> Tree:
+    """Returns some attributes as a dictionary."""
     return {name: getattr(source, name) for name in names}
 
 
@@ -41,7 +42,7 @@ def sample(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer"
     sample = piece.sample
     assert sample is not None
     values = {"prompt_index": piece.prompt, "index": piece.index, "prompt": prompt}
-    values |= _pick(sample, "text", "tokens", "logprob", "finish_reason") | {"seed": seed}
+    values |= pick(sample, "text", "tokens", "logprob", "finish_reason") | {"seed": seed}
     if sample.score is not None:
         values["score"] = sample.score
     for name in ("logprobs", "prompt_logprobs"):
@@ -61,7 +62,7 @@ def evaluation(result: "Evaluation") -> Tree:
     keys = ("loss", "perplexity", "bits_per_byte", "word_perplexity", "tokens", "bytes", "words", "stride",
             "block_size")  # fmt: skip
     yardsticks = result.yardsticks and asdict(result.yardsticks)
-    return {**_pick(result, *keys), "yardsticks": yardsticks, **_pick(result, "trend", "verdict")}
+    return {**pick(result, *keys), "yardsticks": yardsticks, **pick(result, "trend", "verdict")}
 
 
 def scored_tokens(window: "Window", losses: Any, tokenizer: "Tokenizer") -> Iterator[Tree]:
@@ -74,7 +75,7 @@ def scored_tokens(window: "Window", losses: Any, tokenizer: "Tokenizer") -> Iter
 
 def speed(measured: "Measured") -> Tree:
     """Returns the object of ``gpt bench --json``."""
-    values = _pick(measured, "name", "parameters", "device", "dtype")
+    values = pick(measured, "name", "parameters", "device", "dtype")
     return values | asdict(measured.settings) | asdict(measured.speed)
 
 
@@ -95,7 +96,7 @@ def status(entry: "CatalogueEntry") -> str:
 
 def corpus_summary(entry: "CatalogueEntry") -> Tree:
     """Returns an object of ``gpt data list --json``."""
-    values = _pick(entry, "name", "title", "license", "language", "homepage", "field", "rows", "size")
+    values = pick(entry, "name", "title", "license", "language", "homepage", "field", "rows", "size")
     return values | {"status": status(entry), "folder": None if entry.python else str(entry.folder)}
 
 
@@ -105,7 +106,7 @@ def corpus(entry: "CatalogueEntry") -> Tree:
         {
             "name": file.name,
             "split": "val" if file in entry.val else "train",
-            **_pick(file, "url", "size", "sha256"),
+            **pick(file, "url", "size", "sha256"),
             "path": str(entry.folder / file.name),
             "here": entry.is_cached(file),
         }
@@ -131,7 +132,7 @@ def tokens(folder: "TokenFolder", seconds: float, is_resumed: bool) -> Tree:
     """Returns the object of ``gpt tokenize --json``. The throughput of a resumed command is unknown."""
     return {
         "out": str(folder.path),
-        **_pick(folder, "documents", "bytes", "tokens"),
+        **pick(folder, "documents", "bytes", "tokens"),
         "shards": len(folder.shards),
         "vocab_size": folder.tokenizer.vocab_size,
         "tokenizer": folder.tokenizer.name,
@@ -174,9 +175,9 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> T
         **_tokenizer(tokenizer),
         "bos": tokenizer.bos,
         "ends": sorted(tokenizer.ends),
-        **_pick(tokenizer, "pattern", "fingerprint"),
+        **pick(tokenizer, "pattern", "fingerprint"),
         "longest": [{"id": id, "bytes": len(token), "text": vocabulary.to_printable(token)} for id, token in tokens],
-        **(_pick(usage, "bytes", "tokens", "bytes_per_token", "ids_used") if usage else {}),
+        **(pick(usage, "bytes", "tokens", "bytes_per_token", "ids_used") if usage else {}),
     }
 
 

@@ -29,8 +29,6 @@ class BenchConfig:
         prompt = self.prompt_tokens or max(1, min(_PROMPT, block_size // 4))
         generated = self.new_tokens or max(1, min(_NEW, block_size - prompt))
         if prompt + generated > block_size:
-            raise UserError(
-                f"{prompt} + {generated} tokens do not fit in the context of {block_size:,}",
-                "leave out --prompt-tokens or --new-tokens to use what fits",
-            )
+            message = f"{prompt} + {generated} tokens do not fit in the context of {block_size:,}"
+            raise UserError(message, "leave out --prompt-tokens or --new-tokens to use what fits")
         return replace(self, prompt_tokens=prompt, new_tokens=generated)

@@ -144,10 +144,8 @@ def pick(device: str = "auto", dtype: str = "auto", *, training: bool = False) -
     if dtype not in DTYPES:
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     if dtype == "float16" and chosen.type == "cpu":
-        raise UserError(
-            "float16 is slow on a CPU" + (", and overflows in training" if training else ""),
-            "use bfloat16 or float32 on the CPU",
-        )
+        message = "float16 is slow on a CPU" + (", and overflows in training" if training else "")
+        raise UserError(message, "use bfloat16 or float32 on the CPU")
     return Compute(chosen, DTYPES[dtype])
 
 

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from gpt.config.settings import Amount, Count, checked
 from gpt.system.errors import UserError
+from gpt.system.words import as_json
 
 
 @dataclass(frozen=True)
@@ -142,11 +143,7 @@ _LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite
 
 def to_json(event: Event) -> str:
     """Returns a line of ``metrics.jsonl``. Losses that are not finite become null, because JSON has no NaN."""
-    values: dict[str, Any] = {"event": event.kind}
-    for key, value in dataclasses.asdict(event).items():
-        is_finite = not isinstance(value, float) or value - value == 0
-        values[key] = value if is_finite else None
-    return json.dumps(values, ensure_ascii=False)
+    return as_json({"event": event.kind, **dataclasses.asdict(event)})
 
 
 def from_json(line: str | bytes) -> Event:

@@ -78,10 +78,8 @@ class GPTConfig:
                 f"{max(1, round(self.n_embd / self.n_head)) * self.n_head}",
             )
         if self.n_head % self.kv_heads:
-            raise UserError(
-                f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}",
-                "each key/value head is shared by the same number of query heads",
-            )
+            message = f"n_head {self.n_head} is not divisible by n_kv_head {self.n_kv_head}"
+            raise UserError(message, "each key/value head is shared by the same number of query heads")
         self._check_positions()
         self._check_window()
         self._leave_out_defaults()
@@ -106,10 +104,8 @@ class GPTConfig:
         if width % 2:
             raise UserError(f"{self.positions} positions need an even {label}, not {width}", "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
-            raise UserError(
-                f"{self.positions} positions do not work with --arch modern, which uses rotary positions",
-                "leave out --positions, or use --arch gpt2",
-            )
+            message = f"{self.positions} positions do not work with --arch modern, which uses rotary positions"
+            raise UserError(message, "leave out --positions, or use --arch gpt2")
 
     def _check_window(self) -> None:
         layers = self.window_layers

@@ -38,12 +38,9 @@ class SampleConfig:
         level="basic", low=0,
     )  # fmt: skip
     min_p: float = _filter(
-        0.0,
-        "Sample only from tokens at least P times as likely as the most likely one",
-        metavar="P",
-        shown="off",
+        0.0, "Sample only from tokens at least P times as likely as the most likely one", metavar="P", shown="off",
         low=0,
-    )
+    )  # fmt: skip
     repetition_penalty: float = _filter(
         0.0, "Above 1: make tokens of the prompt and the text so far less likely", shown="off", low=0, high=100
     )
@@ -153,9 +150,7 @@ class SampleConfig:
             except ValueError:
                 value = math.nan
             if not (token and separator and abs(value) <= MAX_BIAS):
-                raise UserError(
-                    f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MAX_BIAS:,} to {MAX_BIAS:,}',
-                    "such as --bias ' the=-2.5'",
-                )
+                message = f'bias is "{word}"; it must be TOKEN=NUMBER, from {-MAX_BIAS:,} to {MAX_BIAS:,}'
+                raise UserError(message, "such as --bias ' the=-2.5'")
             pairs.append((token, value))
         return pairs

@@ -33,13 +33,9 @@ class ServeConfig:
         None, "Key that clients must send; GPT_SERVE_API_KEY hides it from other users", metavar="KEY", level="basic"
     )
     max_batch: int = _load(
-        0,
-        "Texts generated at the same time; others wait (--queue)",
-        shown="set by the device's memory",
-        level="basic",
-        low=0,
-        high=1024,
-    )
+        0, "Texts generated at the same time; others wait (--queue)", shown="set by the device's memory",
+        level="basic", low=0, high=1024,
+    )  # fmt: skip
     context: int = _load(
         0, "Context length in tokens; a shorter one needs less memory", shown="the model's", level="basic", low=0
     )
@@ -49,9 +45,8 @@ class ServeConfig:
     )
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
-        "model", "Default sampling settings: the model's own, or OpenAI's",
-        panel="Sampling",
-    )  # fmt: skip
+        "model", "Default sampling settings: the model's own, or OpenAI's", panel="Sampling"
+    )
     with_text: bool = option(
         False, "Let clients see passages of the training text that a text repeats", panel="Page", level="basic"
     )
@@ -62,14 +57,12 @@ class ServeConfig:
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UserError("the key is empty or has characters that a header cannot contain", "use printable ASCII")
         if self.host not in LOOPBACK and self.api_key is None:
-            raise UserError(
-                f"others can reach {self.host}, and there is no key", "set GPT_SERVE_API_KEY, or leave out --host"
-            )
+            message = f"others can reach {self.host}, and there is no key"
+            raise UserError(message, "set GPT_SERVE_API_KEY, or leave out --host")
         for origin in self.cors:
             if not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\s/*]+", origin):
                 raise UserError(f'"{origin}" is not an origin', "such as --cors https://example.org, without a path")
         for name in self.allow_host:
             if not re.fullmatch(r"[^\s/*:@\[\]]+|\[[0-9a-fA-F:.]+\]", name):
-                raise UserError(
-                    f'"{name}" is not a host name', "such as --allow-host host.docker.internal, without a port"
-                )
+                message = f'"{name}" is not a host name'
+                raise UserError(message, "such as --allow-host host.docker.internal, without a port")

@@ -53,11 +53,9 @@ class TextConfig(LearnConfig):
     """Options for tokenizing and splitting text, shared by ``gpt tokenize`` and ``gpt train``."""
 
     tokenizer: str = _data(
-        "auto",
-        "auto: train a BPE on the text; or bytes, gpt2, a tiktoken name, or a path",
-        metavar="NAME",
+        "auto", "auto: train a BPE on the text; or bytes, gpt2, a tiktoken name, or a path", metavar="NAME",
         level="basic",
-    )
+    )  # fmt: skip
     val_fraction: float = _data(
         0.1, "Share to hold out: the end of the text, or with 200+ documents a random sample", low=0
     )

@@ -46,11 +46,9 @@ class TrainConfig(TextConfig):
         shown="runs/<name of the text>", level="basic",
     )  # fmt: skip
     preset: str = _model(
-        "auto",
-        "Model size (see `gpt params --list`); auto suits the text and the device",
-        metavar="NAME",
+        "auto", "Model size (see `gpt params --list`); auto suits the text and the device", metavar="NAME",
         level="basic",
-    )
+    )  # fmt: skip
     arch: Arch | None = _model(
         None, "gpt2: exactly GPT-2 and GPT-3; modern: Qwen3's layout, for a lower loss in equal time",
         shown="gpt2; modern for modern-… presets",
@@ -74,22 +72,17 @@ class TrainConfig(TextConfig):
         None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init or teachers", low=0
     )
     init: str | None = _tune(
-        None,
-        "Fine-tune a run, checkpoint, Transformers or PEFT folder, .gguf or hf:NAME",
-        metavar="MODEL",
+        None, "Fine-tune a run, checkpoint, Transformers or PEFT folder, .gguf or hf:NAME", metavar="MODEL",
         level="basic",
-    )
+    )  # fmt: skip
     seed: int = _run(1337, "Random seed; on a CPU, the same seed gives bit-identical weights", low=0)
     teacher: tuple[str, ...] = _tune(
         (), "Also learn from this model's probabilities; repeatable. It needs the same tokenizer", metavar="MODEL"
     )
     teachers: int | None = _tune(
-        None,
-        "First train N models in turn, each from the last, in half of the time, as teachers",
-        shown="set by the number of passes over the text",
-        low=0,
-        high=100,
-    )
+        None, "First train N models in turn, each from the last, in half of the time, as teachers",
+        shown="set by the number of passes over the text", low=0, high=100,
+    )  # fmt: skip
     teacher_weight: float = _tune(0.8, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
@@ -182,10 +175,8 @@ class TrainConfig(TextConfig):
         if self.pairs and self.chat:
             raise UserError("--pairs and --chat cannot be combined", "give one of them")
         if self.has_examples and self.batch_ramp is not None:
-            raise UserError(
-                f"--batch-ramp cannot be combined with --{'chat' if self.chat else 'pairs'}",
-                "leave one of them out",
-            )
+            option = "--chat" if self.chat else "--pairs"
+            raise UserError(f"--batch-ramp cannot be combined with {option}", "leave one of them out")
         self._check_adapters()
 
     @property
@@ -197,10 +188,8 @@ class TrainConfig(TextConfig):
         if self.lora_rank is not None and self.init is None:
             raise UserError("--lora-rank needs --init", "an adapter needs a base model: --init CHECKPOINT")
         if self.lora_rank is not None and self.shard == "full":
-            raise UserError(
-                "--shard full cannot be combined with --lora-rank",
-                "leave it out: adapters do not support sharded weights",
-            )
+            message = "--shard full cannot be combined with --lora-rank"
+            raise UserError(message, "leave it out: adapters do not support sharded weights")
         for name in ("merge_lora", "lora_alpha", "lora_targets"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")

@@ -243,14 +243,7 @@ def evaluate(
     if non_finite:
         raise NotANumber(f"the loss is {total / count}: it is not finite for {non_finite:,} of {count:,} tokens")
     n_bytes, n_words = count_text(tokenizer, documents)
-    return Evaluation(
-        loss=total / count,
-        tokens=count,
-        bytes=n_bytes,
-        words=n_words,
-        stride=stride or block_size,
-        block_size=block_size,
-    )
+    return Evaluation(total / count, count, n_bytes, n_words, stride or block_size, block_size)
 
 
 def count_text(tokenizer: Tokenizer, documents: Iterable[Ids | TokenDocument]) -> tuple[int, int]:

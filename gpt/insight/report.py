@@ -74,7 +74,7 @@ class History:
     @property
     def best(self) -> events.EvalEvent | None:
         """The evaluation with the lowest held-out loss."""
-        measured = [each for each in self.evals if math.isfinite(each.val_loss)]
+        measured = (each for each in self.evals if math.isfinite(each.val_loss))
         return min(measured, key=lambda each: each.val_loss, default=None)
 
     @property
@@ -94,9 +94,8 @@ def read_history(run: Path) -> History:
     """Reads ``metrics.jsonl``. Raises `UserError` if it is missing or has no steps."""
     path, history = run / folder.METRICS, History()
     if not path.exists():
-        raise UserError(
-            f"the run {run} has no metrics: {folder.METRICS} is missing", "it stopped before its first step"
-        )
+        message = f"the run {run} has no metrics: {folder.METRICS} is missing"
+        raise UserError(message, "it stopped before its first step")
     with reading(path), open_regular(path, limit=LINES_LIMIT) as file:
         for line in read_lines(file):
             try:
@@ -274,12 +273,10 @@ def summarize(run: Path) -> RunSummary:
     except UserError:
         return RunSummary(run.name, None, None, None, f"{RECORD} is damaged", None, size)
     result = record.result or {}
-    parameters, bits, trend = result.get("parameters"), result.get("bits_per_byte"), result.get("trend")
+    parameters, bits = result.get("parameters"), result.get("bits_per_byte")
     bits = float(bits) if isinstance(bits, int | float) else None
-    known_trend = next((known for known in get_args(Trend) if known == trend), None)
-    verdict = describe(bits, stored_yardsticks(record), known_trend) if result else "unfinished"
-    text = ", ".join(record.texts) if record.texts else None
-    count = parameters if isinstance(parameters, int) else None
+    verdict = describe(bits, stored_yardsticks(record), stored_trend(record)) if result else "unfinished"
+    text, count = ", ".join(record.texts or []) or None, parameters if isinstance(parameters, int) else None
     return RunSummary(run.name, text, count, bits, verdict, record.started or None, size)
 
 
@@ -332,6 +329,12 @@ def stored_yardsticks(record: RunRecord) -> Yardsticks | None:
     return None
 
 
+def stored_trend(record: RunRecord) -> Trend | None:
+    """Returns the trend in a run's record, or None if there is none."""
+    trend = (record.result or {}).get("trend")
+    return next((known for known in get_args(Trend) if known == trend), None)
+
+
 def find_yardsticks(
     run: Path, text: TokenFolder, side: Side, tokens_per_byte: float
 ) -> tuple[Yardsticks | None, Trend | None]:
@@ -343,8 +346,7 @@ def find_yardsticks(
         tokens = training_tokens(run, record)
         is_own = tokens is not None and [*map(Path.resolve, tokens.paths)] == [*map(Path.resolve, text.paths)]
         if is_own and side == "val" and (stored := stored_yardsticks(record)):
-            trend = (record.result or {}).get("trend")
-            return stored, next((known for known in get_args(Trend) if known == trend), None)
+            return stored, stored_trend(record)
         if tokens is not None and not (is_own and side == "train"):
             train = tokens.stream("train")
     return measure(text.tokenizer, text.stream(side), train, tokens_per_byte), None
@@ -379,10 +381,8 @@ def _copying(history: History, tokens: TokenFolder, on_progress: Callable[[int, 
     tokenizer, stream = tokens.tokenizer, tokens.stream("train")
     ids = [tokenizer.encode(sample.text).tolist() for sample in history.samples]
     copies = find_copies(ids, stream, on_progress) if ids else []
-    texts = [
-        tokenizer.decode(sample_ids[copy.start : copy.start + copy.longest])
-        for sample_ids, copy in zip(ids, copies, strict=True)
-    ]
+    samples = list(zip(ids, copies, strict=True))
+    texts = [tokenizer.decode(ids[copy.start : copy.start + copy.longest]) for ids, copy in samples]
     training = TrainingText(tokens)
-    pieces = [training.split(sample_ids, copy) for sample_ids, copy in zip(ids, copies, strict=True)]
+    pieces = [training.split(ids, copy) for ids, copy in samples]
     return Copying(copies, texts, pieces, min(len(stream), MAX_IDS), len(stream))

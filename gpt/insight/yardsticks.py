@@ -74,15 +74,8 @@ def measure(
         counts = np.bincount(train_ids, minlength=tokenizer.vocab_size) + 1  # Also for tokens that do not occur.
         unigram = math.log(counts.sum()) - float(np.log(counts[text_ids]).mean())
         bits_per_nat = tokens_per_byte / math.log(2)
-        return Yardsticks(
-            _compress(_count_xz, tail, head),
-            unigram * bits_per_nat if tail else None,
-            math.log(tokenizer.vocab_size) * bits_per_nat,
-            len(tail),
-            len(head),
-            is_cut,
-            ppmd,
-        )
+        guesses = unigram * bits_per_nat if tail else None, math.log(tokenizer.vocab_size) * bits_per_nat
+        return Yardsticks(_compress(_count_xz, tail, head), *guesses, len(tail), len(head), is_cut, ppmd)
     return None
 
 

@@ -343,10 +343,8 @@ def locked(folder: Path, hint: str) -> Iterator[None]:
         except OSError as error:
             if error.errno not in LOCKS_UNSUPPORTED:
                 raise
-            raise UserError(
-                f"{folder} is on a file system without locks, so two processes could write there at once",
-                "choose a path on another file system with --out",
-            ) from None
+            message = f"{folder} is on a file system without locks, so two processes could write there at once"
+            raise UserError(message, "choose a path on another file system with --out") from None
     try:
         yield
     finally:
@@ -400,7 +398,6 @@ def private_folder(folder: Path) -> Path:
     if not stat.S_ISDIR(status.st_mode):
         raise UserError(f"{folder} is not a folder", "remove it")
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o077):
-        raise UserError(
-            f"{folder} is open to other users, who could put files there", f"chmod 700 {folder}, or remove it"
-        )
+        message = f"{folder} is open to other users, who could put files there"
+        raise UserError(message, f"chmod 700 {folder}, or remove it")
     return folder

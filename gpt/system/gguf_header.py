@@ -92,10 +92,8 @@ def read_header(path: Path) -> Header:
         return first
     files = list_shards(path)
     if len(files) != count:
-        raise UserError(
-            f"{path} is one of {count} files of a model, and its name does not say which",
-            f"give all of them their names: NAME-00001-of-{count:05}.gguf …",
-        )
+        message = f"{path} is one of {count} files of a model, and its name does not say which"
+        raise UserError(message, f"give all of them their names: NAME-00001-of-{count:05}.gguf …")
     headers = [_read_file(each) for each in files]
     for number, each in enumerate(headers):
         if [read_value(each.metadata, f"split.{key}", -1, each.path) for key in ("no", "count")] != [number, count]:
@@ -135,8 +133,6 @@ class _Damage(Exception):
 
 
 class _Reader:
-    """Reads the header of a memory-mapped file."""
-
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path, self.data, self.end, self.at = path, data, min(len(data), MAX_HEADER), len(MAGIC)
         self.texts = 0  # Texts in the lists read so far.

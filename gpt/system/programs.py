@@ -30,10 +30,10 @@ MAX_PROGRAMS = 50  # Maximum number of cached programs, about 4 MB each.
 SCRATCH = "making-"  # Name prefix of compilation folders.
 
 
-def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options: Mapping[str, object] = {}) -> Program:
+def find(key: object, trace: Callable[[], Graph], note: Note, what: str) -> Program:
     """Returns a program for this torch, processor and number of threads. ``key`` identifies its code, shapes and
-    dtypes. Loads the program from the cache. If it is not cached, calls ``note`` and compiles the graph from ``trace``
-    with extra Inductor ``options``. The cache keeps the `MAX_PROGRAMS` most recently used programs.
+    dtypes. Loads the program from the cache. If it is not cached, calls ``note`` and compiles the graph from ``trace``.
+    The cache keeps the `MAX_PROGRAMS` most recently used programs.
 
     Raises any compiler or disk error, and `UserError` for a folder that others can access.
     """
@@ -42,7 +42,7 @@ def find(key: object, trace: Callable[[], Graph], note: Note, what: str, options
         if shutil.which(compiler()) is None:
             raise OSError(f"there is no {compiler()}, a C++ compiler")
         note(f"compiling {what} for this CPU and model shape: about 20 seconds, once")
-        return compile(trace(), scratch, options)
+        return compile(trace(), scratch)
 
     return load(digest(key), ".pt2", build, lambda path: _open(path), note)
 
@@ -120,7 +120,7 @@ _SETTINGS: Mapping[str, object] = {
 }
 
 
-def compile(graph: Graph, scratch: Path, options: Mapping[str, object] = {}) -> Path:
+def compile(graph: Graph, scratch: Path) -> Path:
     """Compiles a program in an empty folder and returns its file."""
     from torch._inductor.package.package import package_aoti
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
@@ -129,7 +129,7 @@ def compile(graph: Graph, scratch: Path, options: Mapping[str, object] = {}) -> 
     # Inductor's default cache is in the system's temporary folder, where other users could plant code.
     with warnings.catch_warnings(), temporary_cache_dir(str(scratch)), torch.no_grad():
         warnings.simplefilter("ignore")
-        files: Any = torch._inductor.aot_compile(graph[0], graph[1], options={**_SETTINGS, **options})
+        files: Any = torch._inductor.aot_compile(graph[0], graph[1], options=dict(_SETTINGS))
         package_aoti(str(path), files)
     return path
 

@@ -20,13 +20,10 @@ from gpt.training.context import RunContext
 from gpt.training.journal import Journal
 from gpt.training.recipe import Recipe
 from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
-from gpt.training.strategy import WEIGHT, Strategy
+from gpt.training.strategy import WEIGHT, Strategy, with_prefix
 
 SPARE_BYTES = 2**20  # disk space to leave free
-DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = (
-    60.0,
-    2.0,
-)  # seconds to wait for disk space at the end of a run, and between retries
+DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = 60.0, 2.0  # for disk space at the end of a run, and between retries
 
 
 class Checkpointer:
@@ -93,7 +90,7 @@ class Checkpointer:
             roles = find_roles(recipe.lora_targets, recipe.model)
             store = partial(adapter.contents, run.init.adapter(recipe.lora_rank, recipe.lora_alpha), roles)
         full = {name: self.strategy.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
-        weights = {name.removeprefix(WEIGHT): tensor for name, tensor in full.items() if name.startswith(WEIGHT)}
+        weights = with_prefix(full, WEIGHT)
         weights = weights if "adapter" in meta else {**self.position_tables, **weights}
         state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
 
@@ -214,10 +211,8 @@ class Writer:
             self._retrying = False
             self.on_finished()
         newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
-        raise WorkError(
-            f"step {step:,} could not be saved and is lost: {error_text(first_error)}",
-            f"{newest}; free up space, then resume from there with --resume",
-        )
+        message = f"step {step:,} could not be saved and is lost: {error_text(first_error)}"
+        raise WorkError(message, f"{newest}; free up space, then resume from there with --resume")
 
 
 def check_disk_space(run: Path, size: int) -> None:
@@ -225,10 +220,8 @@ def check_disk_space(run: Path, size: int) -> None:
     with disk_errors(run):
         free = shutil.disk_usage(run).free
     if free < size + SPARE_BYTES:
-        raise WorkError(
-            f"a checkpoint needs about {_mb(size)}, but only {_mb(free)} are free in {run}",
-            "free up space, or choose another run folder with --out",
-        )
+        message = f"a checkpoint needs about {_mb(size)}, but only {_mb(free)} are free in {run}"
+        raise WorkError(message, "free up space, or choose another run folder with --out")
 
 
 def error_text(error: OSError) -> str:

@@ -41,16 +41,8 @@ class GradientProgram:
         self.masks = _masks(model.config, compute.dtype)
         self.dropout, self.dropout_sizes = model.config.dropout, _dropout_sizes(model.config, rows)
         self.embedding_index = next(index for index, p in enumerate(self.params) if p is model.wte.weight)
-        traced_modules = {
-            GPTConfig.__module__,
-            decoder.__name__,
-            kernels.__name__,
-            loss.__name__,
-            memory.__name__,
-            positions.__name__,
-            type(objective).__module__,
-            __name__,
-        }
+        traced_modules = {each.__name__ for each in (decoder, kernels, loss, memory, positions)}
+        traced_modules |= {GPTConfig.__module__, type(objective).__module__, __name__}
         code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced_modules)]
         shapes = [tuple(tensor.shape) for tensor in self.inputs]
         key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name, shapes)

@@ -66,20 +66,15 @@ def open_tokens(
 ) -> Dataset:
     """Opens `gpt tokenize` folders as one. Notes settings that have no effect. Raises `UserError` for a tokenizer other
     than the base model's ``tokenizer``."""
-    defaults = TextConfig()
-    option_names = [
-        option.name for option in fields(TextConfig) if option.name not in ("seed", "jobs")
-    ]  # ``seed`` still seeds training, and ``jobs`` never affects results.
-    for name in option_names:
-        if getattr(config, name) != getattr(defaults, name):
+    for name in (option.name for option in fields(TextConfig)):
+        # ``seed`` still seeds training, and ``jobs`` never affects results.
+        if name not in ("seed", "jobs") and getattr(config, name) != getattr(TextConfig, name):
             note(f"{paths[0]} is already tokenized: --{name.replace('_', '-')} has no effect")
     folder = TokenFolder(*paths)
     if tokenizer is not None and not folder.adopt_tokenizer(tokenizer):
         model = config.init or config.teacher[0]
-        raise UserError(
-            f"{folder.path} was made with another tokenizer ({folder.tokenizer.name}), not that of {model}",
-            f"tokenize the text with the model's own: gpt tokenize … --tokenizer {model}",
-        )
+        message = f"{folder.path} was made with another tokenizer ({folder.tokenizer.name}), not that of {model}"
+        raise UserError(message, f"tokenize the text with the model's own: gpt tokenize … --tokenizer {model}")
     return _open_folder(folder, note)
 
 
@@ -111,14 +106,11 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
     prompt = ""
     if folder.documents < MIN_DOCUMENTS:  # The first opening can begin inside a word, where the text was split.
         prompt = "".join(choose_openings(held_out or train, folder.tokenizer, 2)[-1:])
+    sizes = folder.bytes, len(train), len(held_out), held_out_bytes, targets
     return Dataset(
         folder.path.absolute().name,
         folder.tokenizer,
-        folder.bytes,
-        len(train),
-        len(held_out),
-        held_out_bytes,
-        targets,
+        *sizes,
         sources,
         batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
         windows=lambda block_size: windows(held_out.documents, block_size),
@@ -181,9 +173,8 @@ def open_examples(
     kind: type[Example] = Conversation if config.chat else Pair
     for text in filter(is_token_folder, texts):
         raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
-    defaults = TextConfig()
     for name in ("field", "split_on"):
-        if getattr(config, name) != getattr(defaults, name):
+        if getattr(config, name) != getattr(TextConfig, name):
             note(f"{kind.option} reads {kind.content}: --{name.replace('_', '-')} has no effect")
     corpus = read_examples(texts, config, kind, note)
     n_bytes = sum(source["bytes"] for source in corpus.sources)
@@ -200,7 +191,7 @@ def open_examples(
         words = ["gpt", "data", "check", *texts, *filter(None, [config.val_text]), *["--skip-bad"] * config.skip_bad]
         for name in ("encoding", "errors"):
             value = getattr(config, name)
-            words += [f"--{name}", value] if value != getattr(defaults, name) else []
+            words += [f"--{name}", value] if value != getattr(TextConfig, name) else []
         note(f"{counted(len(copies), *verb)}: see {shlex.join(words)}")
     for line in encoder.notes():
         note(line)
@@ -212,14 +203,11 @@ def open_examples(
     if not train:
         raise UserError(f"there are no {kind.plural} to train on", "give others, or a larger --block-size")
     prompt, prompt_ids = encoder.prompt((corpus.held_out or corpus.train)[0])
+    sizes = n_bytes, train.tokens, held_out.tokens, held_out.bytes, held_out.targets
     return Dataset(
         corpus.name,
         tokenizer,
-        n_bytes,
-        train.tokens,
-        held_out.tokens,
-        held_out.bytes,
-        held_out.targets,
+        *sizes,
         corpus.sources,
         batches=lambda recipe: RowBatches(train, recipe.rows, recipe.seed),
         windows=lambda block_size: map(held_out.window, range(len(held_out))),

@@ -49,19 +49,19 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     allows, and samples from it. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.path)))))
     data, stop, budget = run.data, run.session.stop, recipe.budget
-    model, compute = strategy.model, strategy.evaluation_compute
+    compute = strategy.evaluation_compute
     strategy.load(path, recipe)
     loss = bits = None
     count = 0.0
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
         windows = interleave(data.sample_windows(size, max_windows)) if max_windows else data.windows(size)
-        total, count = _sum_over_ranks(evaluate.total_loss, strategy, model, windows, compute, stop)
+        total, count = _sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
         loss = total / count if count else math.nan
         bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
     max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
-    answers = [_check_answers(strategy, model, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
-    sample = sample_lines(run, strategy, model, compute, recipe.seed)
+    answers = [_check_answers(strategy, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
+    sample = sample_lines(run, strategy, compute, recipe.seed)
     tokens = state.tokens(recipe, state.step)
     return Result(
         run=run.path,
@@ -96,12 +96,12 @@ def _compare(run: RunContext) -> dict[str, Any]:
 
 
 def _check_answers(
-    strategy: Strategy, model: GPT, pairs: ExampleRows | None, max_pairs: int, compute: Compute, stop: StopSignal
+    strategy: Strategy, pairs: ExampleRows | None, max_pairs: int, compute: Compute, stop: StopSignal
 ) -> Answers | None:
     if not pairs:
         return None
     rows = interleave(pairs.spread(max_pairs))
-    exact, count = _sum_over_ranks(evaluate.count_exact, strategy, model, rows, compute, stop)
+    exact, count = _sum_over_ranks(evaluate.count_exact, strategy, rows, compute, stop)
     return Answers(int(exact), int(count), len(pairs))
 
 
@@ -110,21 +110,21 @@ def interleave(items: Sequence[T]) -> list[T]:
     return [items[index] for index in sorted(range(len(items)), key=lambda index: index * GOLDEN_RATIO % 1)]
 
 
-def mean_loss(strategy: Strategy, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
+def mean_loss(strategy: Strategy, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
     """Returns the mean loss over windows, in nats per token. The ranks share the work. After a signal to any rank, all
     raise `Stopped`."""
-    total, count = _sum_over_ranks(evaluate.total_loss, strategy, model, windows, compute, stop)
+    total, count = _sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
     return total / count if count else math.nan
 
 
 def _sum_over_ranks(
-    measure: Measure, strategy: Strategy, model: GPT, windows: Iterable[Window], compute: Compute, stop: StopSignal
+    measure: Measure, strategy: Strategy, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float]:
     """Sums ``measure`` over all ranks' windows, as far as they get until the deadline of ``stop``. After a signal to
     any rank, all raise `Stopped`."""
     total, count, stopped = 0.0, 0, False
     try:
-        total, count = measure(model, strategy.until_stopped(stop, strategy.windows(windows)), compute)
+        total, count = measure(strategy.model, strategy.until_stopped(stop, strategy.windows(windows)), compute)
     except Stopped:
         stopped = True
     total, total_count, stopped_ranks = strategy.world.all_reduce_sum(total, count, stopped)
@@ -133,10 +133,10 @@ def _sum_over_ranks(
     return total, total_count
 
 
-def sample_lines(run: RunContext, strategy: Strategy, model: GPT, compute: Compute, seed: int) -> str:
+def sample_lines(run: RunContext, strategy: Strategy, compute: Compute, seed: int) -> str:
     """Generates a sample that depends only on weights and ``seed``, without changing torch's random state. Raises
     `Stopped` after a signal."""
-    return strategy.compute_on_all(lambda: _generate_sample(run, strategy, model, compute, seed))
+    return strategy.compute_on_all(lambda: _generate_sample(run, strategy, compute, seed))
 
 
 def estimate_sample_seconds(strategy: Strategy, data: Dataset, tokens: int = 8) -> float:
@@ -156,8 +156,8 @@ def estimate_sample_seconds(strategy: Strategy, data: Dataset, tokens: int = 8) 
         strategy.model.train()
 
 
-def _generate_sample(run: RunContext, strategy: Strategy, model: GPT, compute: Compute, seed: int) -> str:
-    training = model.training
+def _generate_sample(run: RunContext, strategy: Strategy, compute: Compute, seed: int) -> str:
+    model, training = strategy.model, strategy.model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
     sample_config = dataclasses.replace(SAMPLE, greedy=run.data.rows > 0)

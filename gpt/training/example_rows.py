@@ -80,9 +80,8 @@ class RowBatches:
         """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T). T
         is the length of the step's longest example. Ids that are not targets are `IGNORED`."""
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        windows = [
-            self.examples.window(index) for index in shuffle_indices(positions, len(self.examples), self.seed).tolist()
-        ]
+        indices = shuffle_indices(positions, len(self.examples), self.seed).tolist()
+        windows = [self.examples.window(index) for index in indices]
         shape = (self.rows // ranks, max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):
@@ -211,7 +210,7 @@ class ChatEncoder(Encoder[Conversation]):
         if self._split:
             yield (
                 "the chat template changes earlier messages as a conversation grows: "
-                f"{counted(self._split, 'conversation', 'conversations')} with several answers became a row per answer"
+                f"{counted(self._split, 'conversation')} with several answers became a row per answer"
             )
         unit = "row" if self._split else "conversation"
         if total := self._cut_after + self._cut_inside + self._skipped:
@@ -222,4 +221,4 @@ class ChatEncoder(Encoder[Conversation]):
                 "starts too late"
             )
         if self._rejected:
-            yield f"{counted(self._rejected, 'conversation', 'conversations')} skipped: rejected by the chat template"
+            yield f"{counted(self._rejected, 'conversation')} skipped: rejected by the chat template"

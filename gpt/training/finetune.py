@@ -56,12 +56,8 @@ class InitCheckpoint:
 
     def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
         """Loads the weights. ``shape`` can have a different dropout and a shorter context than `model`."""
-        own_vocab_size = checkpoint.peek(self.path)[0].vocab_size
-        model = (
-            checkpoint.load(self.path, device, replace(shape, vocab_size=own_vocab_size), dtype=dtype)
-            .model.to(dtype)
-            .train()
-        )
+        own_shape = replace(shape, vocab_size=checkpoint.peek(self.path)[0].vocab_size)
+        model = checkpoint.load(self.path, device, own_shape, dtype=dtype).model.to(dtype).train()
         model.config = shape
         for name, table in (("wte.weight", model.wte), ("lm_head.weight", model.lm_head)):
             if table is not None:
@@ -125,14 +121,11 @@ def _check_shape(config: TrainConfig, model: GPTConfig) -> None:
     for name in (field.name for field in fields(GPTConfig) if field.name not in ("block_size", "dropout")):
         requested, actual = getattr(config, name, None), getattr(model, name)
         if requested is not None and requested != actual:
-            raise UserError(
-                f"--{name.replace('_', '-')} {requested} contradicts --init {config.init}: it has {actual}", hint
-            )
+            message = f"--{name.replace('_', '-')} {requested} contradicts --init {config.init}: it has {actual}"
+            raise UserError(message, hint)
     if config.block_size is not None and config.block_size > model.block_size:
-        raise UserError(
-            f"block-size {config.block_size:,} exceeds the context of {config.init}, {model.block_size:,}",
-            "a context can be shortened, not extended",
-        )
+        message = f"block-size {config.block_size:,} exceeds the context of {config.init}, {model.block_size:,}"
+        raise UserError(message, "a context can be shortened, not extended")
     lora.find_roles(config.lora_targets or "all", model)
 
 

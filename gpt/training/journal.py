@@ -88,7 +88,6 @@ class Journal:
             duration = f" ({format_seconds(recipe.budget.total)} in all)"
         elif not step and (seconds := estimate_seconds(recipe, run.compute.device.type, run.compute.dtype_name)) > 30:
             duration = f" (about {format_seconds(seconds)} on two cores)"
-        sharding = ["weights, gradients and optimizer state are sharded"] if recipe.is_sharded else []
         self.note(
             f"model {run.record.init.model if run.record.init else recipe.preset}: "
             f"{breakdown(shape).trainable:,} parameters ({counted(shape.n_layer, 'layer')}, "
@@ -104,8 +103,8 @@ class Journal:
         if not run.init and not run.data.rows and run.data.bytes < FEW_BYTES:
             size = counted(run.data.bytes, "byte")
             self.note(f"the text has only {size}: expect letters and broken words; for sentences, give a megabyte")
-        if sharding:
-            self.note("; ".join(sharding))
+        if recipe.is_sharded:
+            self.note("weights, gradients and optimizer state are sharded")
 
     def step(self, step: int, lr: float, loss: float, norm: float) -> None:
         """Reports a step."""
@@ -129,10 +128,8 @@ class Journal:
             latest = f"-m {self.run.path}:latest has the last step's weights"
             self.note(f"{what} step {best:,}; that checkpoint is used ({latest})")
         result = replace(result, seconds=self.elapsed())
-        loss, bits, path = result.val_loss, result.bits_per_byte, result.checkpoint.name
-        self.emit(
-            events.EndEvent, reason=reason, checkpoint=path, val_loss=loss, bits_per_byte=bits, seconds=result.seconds
-        )
+        values: dict[str, Any] = {key: getattr(result, key) for key in ("val_loss", "bits_per_byte", "seconds")}
+        self.emit(events.EndEvent, reason=reason, checkpoint=result.checkpoint.name, **values)
         self.write(ended=reason, result=result.record())
         return result
 

@@ -149,7 +149,6 @@ class Logs:
 
     @contextlib.contextmanager
     def _guarded(self, name: str) -> Iterator[None]:
-        """Disables a log after any error, so that the run continues."""
         try:
             yield
         except Exception as error:
@@ -212,10 +211,9 @@ class Speed:
         """Returns the speed of a run on ``processes`` devices. For pairs, assumes the mean length."""
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
         flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
-        device_name = (
-            torch.cuda.get_device_name(compute.device) if compute.device.type == "cuda" else compute.device.type
-        )
-        peak = peak_flops(device_name, compute.dtype_name)
+        device = compute.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        peak = peak_flops(name, compute.dtype_name)
         return cls(flops, None if peak is None else processes * peak)
 
     def rates(self, tokens: int, seconds: float) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import gc
 import math
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -252,9 +253,8 @@ class Trainer:
         is_best = state.cycle_step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         is_last = self.is_at_end or self.is_out_of_patience()
         if self.is_due("sample_every") and state.cycle_step and not is_last:
-            text = self.stepper.run_eagerly(
-                lambda: sample_lines(self.run, self.strategy, self.model, self.run.compute, recipe.seed)
-            )
+            sample = partial(sample_lines, self.run, self.strategy, self.run.compute, recipe.seed)
+            text = self.stepper.run_eagerly(sample)
             self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt)
         state.settled_step = state.step
         if is_last:
@@ -285,9 +285,8 @@ class Trainer:
     def evaluate(self) -> None:
         """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
         state = self.state
-        loss = self.stepper.run_eagerly(
-            lambda: mean_loss(self.strategy, self.model, self.held_out, self.run.compute, self.session.stop)
-        )
+        measure = partial(mean_loss, self.strategy, self.held_out, self.run.compute, self.session.stop)
+        loss = self.stepper.run_eagerly(measure)
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
         is_best = state.best_loss is None or loss < state.best_loss
@@ -348,9 +347,8 @@ class Trainer:
             self.session.stop.deadline = self.clock.end + self.recipe.budget.end - END_SECONDS
             self.session.listen(events.Plan(self.state.step, self.recipe.batch_tokens))
         self.session.listen(events.Progress("evaluating the best checkpoint"))
-        result = self.stepper.run_eagerly(
-            lambda: evaluate_best(self.run, self.strategy, self.recipe, self.state, self.journal.speed)
-        )
+        measure = partial(evaluate_best, self.run, self.strategy, self.recipe, self.state, self.journal.speed)
+        result = self.stepper.run_eagerly(measure)
         if self.recipe.merge_lora and self.world.is_main:
             merged, model = self.run.path / "merged", checkpoint.load(result.checkpoint, torch.device("cpu")).model
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})

@@ -105,7 +105,7 @@ def measure_window_seconds(strategy: Strategy, windows: Sequence[Window], max_se
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         start = time.perf_counter()
-        mean_loss(strategy, strategy.model, windows[:batch], strategy.compute, StopSignal())
+        mean_loss(strategy, windows[:batch], strategy.compute, StopSignal())
         seconds = max((time.perf_counter() - start) / batch, 1e-9)
         if strategy.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
             break

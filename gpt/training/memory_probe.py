@@ -56,10 +56,8 @@ def _equal_memory(strategy: Strategy) -> Iterator[None]:
     torch.cuda.empty_cache()
     fraction = torch.cuda.get_per_process_memory_fraction(device)
     free, total = torch.cuda.mem_get_info(device)
-    free = -world.all_reduce_max(-free)
-    torch.cuda.set_per_process_memory_fraction(
-        min(fraction, (torch.cuda.memory_reserved(device) + free) / total), device
-    )
+    least = torch.cuda.memory_reserved(device) - world.all_reduce_max(-free)
+    torch.cuda.set_per_process_memory_fraction(min(fraction, least / total), device)
     try:
         yield
     finally:

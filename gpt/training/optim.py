@@ -79,10 +79,6 @@ class Muon(Optimizer):
         self.found_inf = torch.ones((), device=self.param_groups[0]["params"][0].device)
         self.step()
 
-    def uncompile(self) -> None:
-        """Returns to eager execution."""
-        self.compiled = None
-
     def update(self, groups: list[tuple[dict[str, Any], Any, Any, Any]], found_inf: Tensor | None) -> None:
         """Updates the parameters of each (group, parameters, momenta, gradients)."""
         stacks: dict[tuple[int, int], list[tuple[Tensor, Tensor, list[int], float | Tensor]]] = defaultdict(list)
@@ -190,7 +186,7 @@ class Optimizers:
         """Returns to eager execution."""
         for optimizer in self.optimizers:
             if isinstance(optimizer, Muon):
-                optimizer.uncompile()
+                optimizer.compiled = None
 
     def zero_grad(self) -> None:
         """Frees all gradients."""

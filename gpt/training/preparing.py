@@ -10,7 +10,7 @@ from pathlib import Path
 from gpt.chat.examples import Conversation, Pair, kind_of
 from gpt.config.device import Compute
 from gpt.config.train import TrainConfig
-from gpt.corpus.corpus import open_corpus
+from gpt.corpus.corpus import Corpus, open_corpus
 from gpt.corpus.token_folder import find_token_folders
 from gpt.runs import folder
 from gpt.runs.record import FORMAT, RunRecord
@@ -47,26 +47,24 @@ def prepare(
     init = find_init(config)
     teachers = [find_teacher(name) for name in config.teacher]
     tokenizer = choose_tokenizer(config, init, teachers)
-    data: Dataset | None = None
-    corpus = None
+    source: Dataset | Corpus
     if config.has_examples:
-        data = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
+        source = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
     elif paths := find_token_folders(texts):
-        data = open_tokens(paths, config, note, tokenizer)
-        config = preset_for_minutes(config, compute, data.bytes, note, session.world.size)
+        source = open_tokens(paths, config, note, tokenizer)
+        config = preset_for_minutes(config, compute, source.bytes, note, session.world.size)
     else:
-        corpus = open_corpus(texts, config, listen)
-        config = preset_for_minutes(config, compute, corpus.survey.bytes, note, session.world.size)
+        source = open_corpus(texts, config, listen)
+        config = preset_for_minutes(config, compute, source.survey.bytes, note, session.world.size)
     record = RunRecord(FORMAT, now(), list(texts), asdict(requested), config.preset)
-    name = corpus.name if data is None and corpus else data.name if data else ""
-    run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(name)))
+    run = folder.create_run(config.out or os.path.join(folder.RUNS, files.usable_name(source.name)))
     until_first_step.enter_context(remove_on_failure(run))
     until_ended.enter_context(lock_run(run))
     with disk_errors(run):
         record.write(run)
-    if data is None:
-        assert corpus is not None
-        data = make_tokens(corpus, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
+    data = source
+    if isinstance(data, Corpus):
+        data = make_tokens(data, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
     with disk_errors(run):
         data_record(record, data, init, teachers).write(run)
     return run, Inputs(compute, data, init, teachers)

@@ -62,9 +62,7 @@ EVALUATIONS = 20  # default number of evaluations
 PATIENCE_SHARE, MIN_PATIENCE = 0.25, 5
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
-COPIED_SETTINGS = (
-    "schedule", "clip", "keep", "seed", "merge_lora", "shard", "recompute"
-)  # fmt: skip
+COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "shard", "recompute")
 
 
 @dataclass(frozen=True)
@@ -88,11 +86,6 @@ class Facts:
     costs: Costs | None = None  # of uncompiled steps, once measured for ``--minutes``
     compiled_costs: Costs | None = None
 
-    @property
-    def unmeasured(self) -> "Facts":
-        """The same facts without costs, for a draft."""
-        return replace(self, costs=None, compiled_costs=None)
-
     def with_own_teachers(self, count: int, model: GPTConfig) -> "Facts":
         """The same facts for a run that trains teachers of its own size."""
         return replace(self, teachers=(*[model] * count, *self.teachers))
@@ -100,12 +93,8 @@ class Facts:
     @classmethod
     def on(cls, compute: Compute, **others: Any) -> "Facts":
         """Returns the facts of a device and its machine, with ``others``."""
-        device, memory = compute.device.type, compute.memory()
-        compiler = compiles_by_default()
-        return cls(
-            device=device, dtype=compute.dtype_name, memory=memory, host_memory=host_memory(), has_compiler=compiler,
-            **others,
-        )  # fmt: skip
+        others |= {"memory": compute.memory(), "host_memory": host_memory(), "has_compiler": compiles_by_default()}
+        return cls(device=compute.device.type, dtype=compute.dtype_name, **others)
 
 
 @dataclass(frozen=True)
@@ -281,7 +270,7 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
 def count_teachers(config: TrainConfig, facts: Facts) -> int:
     """The number of teachers that a run should train first. They pay off only if the model would read the text so
     often that it learns little more from it (benchmarks/defaults.md)."""
-    recipe = plan(replace(config, teachers=0), facts.unmeasured)
+    recipe = plan(replace(config, teachers=0), replace(facts, costs=None, compiled_costs=None))
     tokens: float = recipe.tokens(recipe.steps)
     if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
         return 0
@@ -464,17 +453,13 @@ def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: b
     batch_tokens, context = config.batch_tokens, choose_context(config, preset.model)
     if not pairs and batch_tokens is not None and batch_tokens % context:
         lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
-        raise UserError(
-            f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}",
-            f"use {upper:,}" + (f" or {lower:,}" if lower else ""),
-        )
+        message = f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}"
+        raise UserError(message, f"use {upper:,}" + (f" or {lower:,}" if lower else ""))
     return max(1, round((batch_tokens or preset.batch_tokens) / row_tokens))
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """The batch of a step."""
-
     rows: int
     row_size: float  # tokens per row, on average
     ramp: Ramp | None
@@ -591,10 +576,8 @@ def parse_micro_batch(text: str, rows: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:
         raise UserError(f'micro-batch is "{text}"; it must be auto or a whole number of at least 1')
     if rows % int(text):
-        raise UserError(
-            f"a micro-batch of {text} does not divide the {rows:,} sequences of a step",
-            "use one of " + ", ".join(map(str, divisors(rows))),
-        )
+        message = f"a micro-batch of {text} does not divide the {rows:,} sequences of a step"
+        raise UserError(message, "use one of " + ", ".join(map(str, divisors(rows))))
     return int(text)
 
 

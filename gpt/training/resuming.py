@@ -36,17 +36,8 @@ from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
 
 Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
 
-CHANGEABLE_OPTIONS = (
-    "steps",
-    "nproc",
-    "shard",
-    "recompute",
-    "device",
-    "threads",
-    "micro_batch",
-    "keep",
-    "log",
-)  # Without dropout, only ``steps`` changes the result beyond rounding.
+# Without dropout, only ``steps`` changes the result beyond rounding.
+CHANGEABLE_OPTIONS = ("steps", "nproc", "shard", "recompute", "device", "threads", "micro_batch", "keep", "log")
 
 
 @dataclass(frozen=True)
@@ -115,32 +106,24 @@ def find_run(name: str | None) -> Path:
     return max(candidates)[1]
 
 
-def finished_result(name: str | None, changes: Mapping[str, Any]) -> Result | None:
-    """The result of a finished run, unless the user wants more steps. Raises like `find_run` and `read_started`."""
-    return read_started(find_run(name)).final_result(changes)
-
-
 def count_processes(name: str | None, changes: Mapping[str, Any]) -> int:
     """The number of local processes for a resume. It is one for a finished run. Otherwise, ``changes`` sets it, or else
     the last command that set ``nproc``. Raises like `find_run` and `read_started`."""
     started = read_started(find_run(name))
     if started.final_result(changes):
         return 1
-    resume_options: list[Mapping[str, Any]] = [options.given for options in started.record.resumed]
-    counts: list[object] = [
-        options.get("nproc") for options in (started.record.settings or {}, *resume_options, changes)
-    ]
-    return next((n for n in reversed(counts) if type(n) is int and 1 <= n <= 1024), 1)
+    earlier_changes = (resume.given for resume in started.record.resumed)
+    commands: list[Mapping[str, Any]] = [started.record.settings or {}, *earlier_changes, changes]
+    counts = (options.get("nproc") for options in reversed(commands))
+    return next((n for n in counts if type(n) is int and 1 <= n <= 1024), 1)
 
 
 def refuse_fixed_options(changes: Mapping[str, Any], texts: Sequence[str]) -> None:
     """Raises `UserError` for texts and for options that ``--resume`` cannot change."""
     hint = "allowed options: " + ", ".join(f"--{name.replace('_', '-')}" for name in CHANGEABLE_OPTIONS)
     if texts:
-        raise UserError(
-            f"a text ({texts[0]}) cannot be given with --resume: a run keeps its text",
-            "gpt train --resume RUN continues a run; --init RUN starts another from its weights",
-        )
+        message = f"a text ({texts[0]}) cannot be given with --resume: a run keeps its text"
+        raise UserError(message, "gpt train --resume RUN continues a run; --init RUN starts another from its weights")
     for name in changes:
         if name not in CHANGEABLE_OPTIONS:
             raise UserError(
@@ -177,10 +160,8 @@ def find_checkpoint(run: Path, note: Callable[[str], None]) -> str | None:
     if not entries:
         return None
     if not any(folder.can_resume(run / entry.name) for entry in entries):
-        raise UserError(
-            f"the checkpoints of {run} contain only weights: there is nothing to resume from",
-            f"fine-tune from them: gpt train TEXT --init {run}",
-        )
+        message = f"the checkpoints of {run} contain only weights: there is nothing to resume from"
+        raise UserError(message, f"fine-tune from them: gpt train TEXT --init {run}")
     path = folder.find_newest_intact(run, note, training=True)
     saved = read_saved_state(path)
     if checkpoint.peek(path)[0] != saved.recipe.cycle(saved.state.cycle).saved_model:
@@ -212,9 +193,8 @@ def restore_compute(
         )
     elif not device_changed and compute.device.type == "cpu":
         if not 1 <= machine.threads <= MAX_THREADS:
-            raise UserError(
-                f"{started.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}", folder.HINT
-            )
+            message = f"{started.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}"
+            raise UserError(message, folder.HINT)
         threads = changes.get("threads", machine.threads)
         if threads != machine.threads:
             note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal up to rounding, not bit for bit")
@@ -223,9 +203,8 @@ def restore_compute(
     device.use_threads(compute, threads)
     run_versions = started.record.versions
     if run_versions is not None and run_versions.get("torch") != versions()["torch"]:
-        note(
-            f"torch {versions()['torch']} instead of {run_versions.get('torch')}: equal up to rounding, not bit for bit"
-        )
+        change = f"torch {versions()['torch']} instead of {run_versions.get('torch')}"
+        note(f"{change}: equal up to rounding, not bit for bit")
     return compute
 
 
@@ -297,10 +276,8 @@ def open_data(
     if (sources is not None and sources != data.sources) or (
         run_tokenizer and run_tokenizer.fingerprint != data.tokenizer.fingerprint
     ):
-        raise UserError(
-            f"the text of {run} has changed: {', '.join(texts) or tokens}",
-            "restore it, or fine-tune on the new text with --init",
-        )
+        message = f"the text of {run} has changed: {', '.join(texts) or tokens}"
+        raise UserError(message, "restore it, or fine-tune on the new text with --init")
     return data
 
 
@@ -331,10 +308,8 @@ def apply_changes(
         recipe = replace(recipe, micro_batch=parse_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")
     if steps is not None and recipe.is_timed:
-        raise UserError(
-            "--steps cannot extend a run with --minutes, because the clock sets its learning rate",
-            "gpt train TEXT --init RUN starts another run from its weights",
-        )
+        message = "--steps cannot extend a run with --minutes, because the clock sets its learning rate"
+        raise UserError(message, "gpt train TEXT --init RUN starts another run from its weights")
     if steps is not None and steps < recipe.steps:
         raise UserError(f"the run has {recipe.steps:,} steps; --steps {steps:,} is fewer", "give at least that many")
     if steps is not None and steps > recipe.steps:

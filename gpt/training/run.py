@@ -23,25 +23,13 @@ from gpt.parallel.world import World, join_world
 from gpt.system.distribution import VERSION
 from gpt.system.files import disk_errors
 from gpt.system.interrupt import StopSignal
-from gpt.training import logs
+from gpt.training import logs, resuming
 from gpt.training.context import Inputs, Listener, Result, RunContext, Session, data_record
 from gpt.training.loop import Trainer
 from gpt.training.measuring import Meter
 from gpt.training.preparing import prepare
 from gpt.training.recipe import Facts, Recipe, check_model, notes, plan
-from gpt.training.resuming import (
-    StartedRun,
-    apply_changes,
-    find_and_lock,
-    finished_result,
-    open_data,
-    read_recipe,
-    read_started,
-    refuse_fixed_options,
-    restore_compute,
-    restore_init,
-    restore_teachers,
-)
+from gpt.training.resuming import StartedRun, read_recipe, read_started
 from gpt.training.state import TrainState
 from gpt.training.teachers import check_tokenizers
 
@@ -84,17 +72,16 @@ def resume(
     settings are given.
     """
     changes = changes or {}
-    refuse_fixed_options(changes, texts)
+    resuming.refuse_fixed_options(changes, texts)
     settings = from_dict(TrainConfig, changes, "resume")
-    if not environment.is_distributed() and (result := finished_result(run, changes)):
+    if not environment.is_distributed() and (result := read_started(resuming.find_run(run)).final_result(changes)):
         listen(events.Note(f"{result.run} is finished"))
         return result  # A finished run needs no other processes.
     with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:
         world = session.world
         world.assert_same({"resume": run, **changes, **_code_versions()})
-        path, checkpoint = world.broadcast_object(
-            lambda: until_ended.enter_context(find_and_lock(run, changes, session))
-        )
+        found = resuming.find_and_lock(run, changes, session)
+        path, checkpoint = world.broadcast_object(lambda: until_ended.enter_context(found))
         started = world.raise_on_all(lambda: read_started(Path(path), checkpoint))
         if result := started.final_result(changes):
             session.note(f"{started.run} is finished")
@@ -129,12 +116,13 @@ def open_inputs(started: StartedRun, changes: Mapping[str, Any], session: Sessio
     world = session.world
 
     def open_here() -> Inputs:
-        compute = world.place(restore_compute(started, changes, world.size, session.note))
+        compute = world.place(resuming.restore_compute(started, changes, world.size, session.note))
         if prepared is not None:
             inputs = replace(prepared, compute=compute)
         else:
-            init, found = restore_init(started, world), restore_teachers(started, world)
-            inputs = Inputs(compute, open_data(started, compute, init, found, session), init, found)
+            init, teachers = resuming.restore_init(started, world), resuming.restore_teachers(started, world)
+            data = resuming.open_data(started, compute, init, teachers, session)
+            inputs = Inputs(compute, data, init, teachers)
         check_tokenizers(inputs.teachers, inputs.data.tokenizer)
         return inputs
 
@@ -192,7 +180,7 @@ def open_run(
     state = started.saved.state if started.saved else TrainState()
 
     def change() -> Recipe:
-        changed = apply_changes(recipe, changes, state, session.note, world.size)
+        changed = resuming.apply_changes(recipe, changes, state, session.note, world.size)
         check_model(changed, facts)
         return changed
 

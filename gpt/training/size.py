@@ -41,9 +41,8 @@ def preset_for_minutes(
     def measure(name: str) -> float:
         return processes * measure_throughput(name, config, compute)
 
-    name, reason = largest_preset(
-        config.minutes / (2 if config.teachers else 1), n_bytes, config.arch or "gpt2", measure
-    )
+    minutes = config.minutes / (2 if config.teachers else 1)
+    name, reason = largest_preset(minutes, n_bytes, config.arch or "gpt2", measure)
     note(f"size {name}: {reason}")
     return replace(config, preset=name)
 

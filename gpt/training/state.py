@@ -16,7 +16,7 @@ from gpt.runs.record import Machine
 from gpt.system.errors import UserError
 from gpt.system.files import read_json, to_json
 from gpt.training.recipe import Recipe
-from gpt.training.strategy import MOMENT, Strategy
+from gpt.training.strategy import MOMENT, Strategy, with_prefix
 
 FORMAT = 1
 STATE, TENSORS = folder.TRAINING
@@ -106,11 +106,8 @@ class Snapshot:
     def restore(self, strategy: Strategy, scaler: torch.amp.GradScaler) -> TrainState:
         """Restores the run from this copy and returns its state. Weights that the copy lacks stay unchanged."""
         strategy.restore(self.tensors)
-        rng_states = {
-            name.removeprefix(RANDOM): tensor for name, tensor in self.tensors.items() if name.startswith(RANDOM)
-        }
         try:
-            set_random_states(strategy.compute.device, rng_states)
+            set_random_states(strategy.compute.device, with_prefix(self.tensors, RANDOM))
         except (TypeError, RuntimeError) as error:
             raise UserError(f"the checkpoint's random states are damaged: {error}", folder.HINT) from None
         if scaler.is_enabled() and self.scaling:
@@ -119,15 +116,8 @@ class Snapshot:
 
     def to_training_json(self, recipe: Recipe, machine: Machine) -> bytes:
         """Returns this snapshot's ``training.json``."""
-        return to_json(
-            {
-                "format": FORMAT,
-                "state": asdict(self.state),
-                "recipe": asdict(recipe),
-                "machine": asdict(machine),
-                "scaling": self.scaling or None,
-            }
-        )
+        values = {"format": FORMAT, "state": asdict(self.state), "recipe": asdict(recipe), "machine": asdict(machine)}
+        return to_json(values | {"scaling": self.scaling or None})
 
 
 def read_saved_state(path: Path) -> SavedState:
@@ -144,9 +134,8 @@ def read_saved_state(path: Path) -> SavedState:
     ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
     is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
     if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):
-        raise UserError(
-            f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows", folder.HINT
-        )
+        message = f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows"
+        raise UserError(message, folder.HINT)
     return saved
 
 

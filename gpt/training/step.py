@@ -1,9 +1,9 @@
 """An optimizer step: upload the batch, accumulate gradients over micro-batches, clip them, update the weights.
 
 `Stepper` runs it eagerly. A CPU can run the forward and backward pass as one program (`cpu_step`). A GPU can run
-compiled halves of blocks (`gpu_step`), and the whole step as one graph (`gpt.cuda_graph`). The host prepares the next
-batch without waiting for the device: `Download.read` returns a step's loss later, and the device itself skips a step
-with non-finite gradients.
+compiled halves of blocks (`gpu_step`), and the whole step as one graph (`gpt.system.cuda_graph`). The host prepares the
+next batch without waiting for the device: `Download.read` returns a step's loss later, and the device itself skips a
+step with non-finite gradients.
 """
 
 import contextlib
@@ -143,9 +143,8 @@ class Stepper:
         state, batch = random_states(self.compute.device), self.placeholder_batch(self.model.config.block_size)
         try:
             if self.recipe.compiles_whole_step(self.compute.device.type, self.world.size):
-                program = GradientProgram(
-                    self.objective, self.model, self.compute, self.micro_batch, self.note, batch[-1]
-                )
+                rows, teachers = self.micro_batch, batch[-1]
+                program = GradientProgram(self.objective, self.model, self.compute, rows, self.note, teachers)
                 program(*batch)
                 self.program = program
             else:
@@ -183,7 +182,6 @@ class Stepper:
 
 
 def _run_compiler(task: Callable[[], object]) -> Exception | None:
-    """Runs a compilation and returns its error, if any."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Hides Inductor's advice to kernel developers.

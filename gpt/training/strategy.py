@@ -140,9 +140,9 @@ class Strategy:
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Sets the weights that ``state`` has, and replaces all moments."""
         with torch.no_grad():
-            for name, tensor in _with_prefix(state, WEIGHT).items():
+            for name, tensor in with_prefix(state, WEIGHT).items():
                 self.optimizer.parameters[name].copy_(tensor)
-        self.optimizer.restore(_with_prefix(state, MOMENT))
+        self.optimizer.restore(with_prefix(state, MOMENT))
 
     def part(self, name: str, full: Tensor) -> Tensor:
         """Returns this process's part of a full tensor of the state."""
@@ -190,7 +190,7 @@ class Replicated(Strategy):
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
         """Restores rank 0's ``state`` on all ranks."""
-        moments = self.world.broadcast_object(lambda: sorted(_with_prefix(state, MOMENT)))
+        moments = self.world.broadcast_object(lambda: sorted(with_prefix(state, MOMENT)))
         if not self.world.is_main:
             shapes = self.optimizer.shapes(self.shapes)
             state = {MOMENT + name: torch.zeros(shapes[name]) for name in moments}
@@ -296,10 +296,8 @@ def make_strategy(
     if recipe.is_sharded:
         sharded = shard(recipe, compute, world, path, init)
         sharded.model.recompute = recipe.recompute
-        exchange, weight_decay = ShardExchange(world), recipe.weight_decay
-        optimizer = make_optimizer(
-            sharded.model, recipe.optimizer, weight_decay, compute.dtype, exchange, sharded.parameters
-        )
+        settings = recipe.optimizer, recipe.weight_decay, compute.dtype
+        optimizer = make_optimizer(sharded.model, *settings, ShardExchange(world), sharded.parameters)
         return Sharded(sharded, optimizer, compute, world)
     if path is not None and not recipe.lora_rank:
         model = checkpoint.load(path, compute.device, recipe.model).model.train()
@@ -312,10 +310,8 @@ def make_strategy(
     model.recompute = recipe.recompute
     if recipe.lora_rank:
         if recipe.lora_rank > model.config.n_embd:
-            raise UserError(
-                f"lora-rank {recipe.lora_rank} is more than the model's width, {model.config.n_embd}",
-                "common ranks are 4 to 64",
-            )
+            message = f"lora-rank {recipe.lora_rank} is more than the model's width, {model.config.n_embd}"
+            raise UserError(message, "common ranks are 4 to 64")
         adapters = lora.adapt(model, recipe.lora_rank, recipe.lora_alpha, recipe.lora_targets)
         parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         if path is not None:
@@ -359,5 +355,6 @@ def shard(
     return sharded
 
 
-def _with_prefix(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def with_prefix(state: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Returns the entries whose names have a prefix, without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in state.items() if name.startswith(prefix)}

@@ -59,7 +59,7 @@ def damage(path: Path, kind: str) -> None:
 def find_program(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
     """Returns a function that finds programs by name. Text files replace compiled graphs."""
 
-    def compile_to_text(graph: str, scratch: Path, options: object) -> Path:
+    def compile_to_text(graph: str, scratch: Path) -> Path:
         (scratch / "program.pt2").write_text(f"{graph}: {99 * 'code '}")
         return scratch / "program.pt2"
 

@@ -138,7 +138,7 @@ def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatc
     """A GPU loads kernels in the first evaluation. In later evaluations, many windows take as long as one."""
     sizes: list[int] = []
 
-    def mean_loss(strategy: Any, model: Any, windows: Any, compute: Any, stop: Any) -> float:
+    def mean_loss(strategy: Any, windows: Any, compute: Any, stop: Any) -> float:
         time.sleep(0.001 if sizes else 0.2)
         sizes.append(len(windows))
         return 0.0
