@@ -38,8 +38,7 @@ class DecodingSpeed:
 def measure(
     model: GPT, compute: Compute, config: BenchConfig, note: Callable[[str], None] = lambda text: None
 ) -> DecodingSpeed:
-    """Times greedy decoding after random prompts. Raises `UserError` if the sequences exceed the context length."""
-    config = config.fitted(model.config.block_size)
+    """Times greedy decoding after random prompts. ``config`` must be `fitted` to the context."""
     prompt_tokens, new_tokens = config.prompt_tokens or 0, config.new_tokens or 0
     context = Context(model, compute, config.batch, prompt_tokens + new_tokens, note=note)
     prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()

@@ -192,10 +192,6 @@ class Filters:
         scaled = apply_temperature(logits.float(), self.config.temperature)
         return keep_min_p(keep_top_p(keep_top_k(scaled, self.config.top_k), self.config.top_p), self.config.min_p)
 
-    def adjusts(self, count: int) -> bool:
-        """Whether `adjust` changes logits after ``count`` generated tokens."""
-        return bool(self.bias) or self.looks_back or count < self.config.min_tokens
-
     def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
         """Chooses ids (N) from adjusted logits (N, V). Samples with random ``keys`` (N, 1), or takes the most likely
         ids."""

@@ -63,7 +63,7 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Returns the matrix in float32."""
-        levels = self.levels.float() if self.bits == 8 else self.unpack_levels().float()
+        levels = self.levels if self.bits == 8 else self.unpack_levels().float()
         if self.minimums is None:
             return scale_groups(levels if self.bits == 8 else levels.sub_(MIDDLE), self.scales)
         products = _groups(scale_groups(levels, self.scales))
@@ -109,7 +109,7 @@ def to_tensor(value: Tensor | Quantized | Blocks) -> Tensor:
     return value if isinstance(value, Tensor) else value.dequantize()
 
 
-def multiply(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+def multiply(x: Tensor, weight: Quantized | Blocks, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b, (…, in) → (…, out): the definition of a product with a quantized matrix. On a CPU, the inputs are
     rounded to int8 as well, with a float32 scale per group, so that sums within a group are exact integers."""
     matrix = weight.dequantize()
@@ -200,9 +200,9 @@ def _round_to_levels(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear map with a quantized weight. `gpt.decoding` has faster layouts."""
+    """A linear map with a quantized weight, in memory or in a file. `gpt.decoding` has faster layouts."""
 
-    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+    def __init__(self, weight: Quantized | Blocks, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -222,14 +222,6 @@ class QuantizedEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(…) → (…, C)."""
         return self.weight.rows(ids).to(self.dtype)
-
-
-class MappedLinear(nn.Module):
-    """A linear map with a quantized matrix in a file, which `gpt.decoding` will lay out."""
-
-    def __init__(self, weight: Blocks, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
 
 
 class MappedEmbedding(nn.Module):
