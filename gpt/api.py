@@ -325,7 +325,7 @@ def bench(
         compute = devices.lend_threads(compute) if native.is_packed(model) else compute
         name = target
     else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note)
+        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=SampleConfig())
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
     speed = measure(model, compute, config, note)

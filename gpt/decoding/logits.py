@@ -159,9 +159,7 @@ class Filters:
     """The filters of a request, in the order of `SampleConfig`. Requests with equal ``key`` have equal filters."""
 
     def __init__(self, config: SampleConfig, ends: Collection[int], bias: Sequence[tuple[int, float]] = ()) -> None:
-        self.config = config
-        self.ends = ends
-        self.bias = list(bias)
+        self.config, self.ends, self.bias = config, ends, list(bias)
         self.key = (config.choice, *self.bias)
         self.draws, self.looks_back = config.draws, config.looks_back
 

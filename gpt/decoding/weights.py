@@ -49,7 +49,7 @@ class Int4Linear(nn.Module):
     """A linear layer on a GPU with int4 weights.
 
     In torch's tinygemm kernel, a weight is (level − 8) · scale + zero. Scales and products are bfloat16, and sums are
-    float32.
+    float32. The number of outputs must be a multiple of 16.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
@@ -68,11 +68,6 @@ class Int4Linear(nn.Module):
         out = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scales).to(x.dtype)
         result: Tensor = (out if self.bias is None else self.bias + out).view(*x.shape[:-1], -1)
         return result
-
-    @staticmethod
-    def fits(weight: Quantized) -> bool:
-        """Whether the device has a fast kernel and the number of outputs is a multiple of 16."""
-        return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
@@ -115,7 +110,7 @@ def find_library(compute: Compute, note: Note) -> ctypes.CDLL | None:
 def _lay_out_for_gpu(module: nn.Module, compute: Compute) -> nn.Module:
     match module:
         case QuantizedLinear(weight=Quantized(bits=4) as weight):
-            if Int4Linear.fits(weight):
+            if weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device):
                 return Int4Linear(weight, module.bias)
             return GPULinear(weight.dequantize().to(compute.dtype), module.bias)
         case nn.Linear():

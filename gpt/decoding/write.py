@@ -61,12 +61,7 @@ class TextGenerator:
     """Generates texts with the settings of one call. Raises `UserError` for settings the model doesn't support."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        config: SampleConfig,
-        seed: int,
-        constraint: Constraint | None = None,
+        self, engine: Engine, tokenizer: Tokenizer, config: SampleConfig, seed: int, constraint: Constraint | None
     ) -> None:
         self.engine, self.tokenizer, self.config, self.seed = engine, tokenizer, config, seed
         self.constraint = constraint

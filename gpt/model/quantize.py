@@ -144,11 +144,6 @@ def to_int4(weight: Tensor) -> Quantized:
     return _quantize_in_chunks(weight, _rows_to_int4)
 
 
-def quantize_matrix(weight: Tensor, bits: int) -> Quantized:
-    """Quantizes a matrix to ``bits`` bits, or to 8 bits if its row length is not a multiple of 32."""
-    return (to_int4 if bits_of_rows(weight.size(1), bits) == 4 else to_int8)(weight)
-
-
 def bits_of_rows(width: int, bits: int) -> int:
     """Returns ``bits``, or 8 if the row length ``width`` is not a multiple of 32."""
     return bits if width % GROUP == 0 else 8
@@ -250,7 +245,8 @@ def quantize_model(module: Module, bits: int, dtype: torch.dtype = torch.float32
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, QuantizedLinear(quantize_matrix(child.weight, head_bits(name, bits)), child.bias))
+                quantize = to_int4 if bits_of_rows(child.in_features, head_bits(name, bits)) == 4 else to_int8
+                setattr(parent, name, QuantizedLinear(quantize(child.weight), child.bias))
     if isinstance(module, GPT | Ends) and isinstance(module.wte, nn.Embedding):
         matrix = to_int8(module.wte.weight)
         module.lm_head = module.lm_head or QuantizedLinear(matrix, None)

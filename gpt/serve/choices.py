@@ -38,12 +38,6 @@ class Delta:
     tokens: list[tuple[Token, int]] = field(default_factory=list)
     reason: str | None = None
 
-    def extend(self, other: "Delta") -> None:
-        """Appends the next delta."""
-        self.text += other.text
-        self.tokens += other.tokens
-        self.reason = other.reason
-
 
 class Choice:
     """A text built from engine updates. With ``echo``, it starts with the prompt."""
@@ -73,24 +67,21 @@ class Choice:
                 for token in builder.tokens[count:]
             ]
         delta.reason = "stop" if builder.reason == "eot" else builder.reason
-        self.whole.extend(delta)
+        self.whole.text += delta.text
+        self.whole.tokens += delta.tokens
+        self.whole.reason = delta.reason
         return delta
 
     def _add_prompt(self, update: Update, delta: Delta) -> None:
-        hidden = self.prompt.hidden
-        delta.text = text_of(self.tokenizer, self.prompt)
+        ids, hidden, adds_space = self.prompt.ids, self.prompt.hidden, self.tokenizer.backend.adds_space
+        data = self.tokenizer.decode_bytes(ids[hidden:]).removeprefix(b" " if adds_space else b"")
+        delta.text = data.decode("utf-8", "replace")
         if self.config.logprobs is not None:
-            tokens = update.prompt or [Token(id, None) for id in self.prompt.ids]
-            if self.tokenizer.backend.adds_space:
+            tokens = update.prompt or [Token(id, None) for id in ids]
+            if adds_space:
                 self._offsets.begin(-1)  # Don't count the space that the tokenizer adds before the text.
             delta.tokens = [(token, self._offsets.take(token.id, at >= hidden)) for at, token in enumerate(tokens)]
             self._offsets.begin(len(delta.text))
-
-
-def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Returns the text of a prompt, without its hidden ids."""
-    data = tokenizer.decode_bytes(prompt.ids[prompt.hidden :])
-    return data.removeprefix(b" " if tokenizer.backend.adds_space else b"").decode("utf-8", "replace")
 
 
 class _Offsets:

@@ -96,7 +96,7 @@ def test_concurrent_requests_match_the_cpu(
     cancelled ones."""
     monkeypatch.setattr("gpt.decoding.scheduler.MIN_SHARED_PREFIX", 1)
     monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 8)
-    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", eager_calls)
+    monkeypatch.setattr("gpt.system.cuda_graph.EAGER_CALLS", eager_calls)
     rng = random.Random(1)
     requests = list(random_requests(rng))
     expected = [token_ids(run_alone(request)) for request in requests]
@@ -130,7 +130,7 @@ def test_nan_logits_do_not_reach_other_requests(
     disguise: Disguise, cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request ends while its next step, whose logits are NaN, is in flight. A later request reuses the slot."""
-    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
+    monkeypatch.setattr("gpt.system.cuda_graph.EAGER_CALLS", 0)
     expected = token_ids(
         run_alone(Request([1, 2, 3], SampleConfig(max_tokens=8, ignore_eot=True), bias=((EOT, -1e9),)))
     )
@@ -236,7 +236,7 @@ class Captures:
             self.caches.add(function.function.func.__self__.cache)
             return capture(function, *inputs)
 
-        monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
+        monkeypatch.setattr("gpt.system.cuda_graph.EAGER_CALLS", 0)
         monkeypatch.setattr(GraphedFunction, "capture", count_and_capture)
 
 

@@ -109,7 +109,7 @@ def test_rollback_after_nan_losses_discards_the_step_in_flight(
         return original(*args) * (math.nan if 6 <= len(calls) <= 9 else 1)
 
     monkeypatch.setattr(stepping, "tied_cross_entropy", compute_loss)
-    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 99)  # A graph would not call the function.
+    monkeypatch.setattr("gpt.system.cuda_graph.EAGER_CALLS", 99)  # A graph would not call the function.
     with disguise():
         result, run_events = train("cuda", steps=10, eval_every=4)
     (rollback,) = [event for event in run_events if isinstance(event, events.RollbackEvent)]

@@ -145,7 +145,7 @@ def test_graphs_of_all_sizes_match_packed_steps(
     cuda: Any, config: GPTConfig, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows in and out of order, rings that wrap around, and RoPE tables that grow."""
-    monkeypatch.setattr("gpt.cuda_graph.EAGER_CALLS", 0)
+    monkeypatch.setattr("gpt.system.cuda_graph.EAGER_CALLS", 0)
     monkeypatch.setattr("gpt.decoding.token_step.MIN_COLUMNS", 4)
     with torch.inference_mode():
         compute = Compute(torch.device(DEVICE), torch.float32)

@@ -86,7 +86,7 @@ def count_step(disguise: Disguise, rows: int, settings: dict[str, Any]) -> dict[
     """Counts the host waits and kernel launches of one decoding step."""
     config = SampleConfig(max_tokens=6, ignore_eot=True, **settings)
     width = rows * max(1, config.beam)
-    with disguise() as device, mock.patch("gpt.cuda_graph.EAGER_CALLS", 0):
+    with disguise() as device, mock.patch("gpt.system.cuda_graph.EAGER_CALLS", 0):
         torch.manual_seed(0)
         model = GPT(gpt.GPTConfig(vocab_size=101, block_size=64, n_layer=1, n_head=2, n_embd=32)).to(CUDA).eval()
         compute = Compute(CUDA, torch.bfloat16)
