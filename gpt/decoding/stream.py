@@ -38,15 +38,11 @@ class TextStream:
         if matches:  # The stop string that ends first. If several end together, the longest wins.
             self.stopped, self._held_back = True, ""
             return text[: min(matches)[1]]
-        overlap = max((_overlap_length(text, stop) for stop in self._stops), default=0)
+        # The longest end of the text that starts a stop string.
+        ends = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
+        overlap = next(ends, 0)
         self._held_back = text[len(text) - overlap :]
         return text[: len(text) - overlap]
-
-
-def _overlap_length(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    limit = min(len(text), len(stop) - 1)
-    return next((n for n in range(limit, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextBuilder:

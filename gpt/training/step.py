@@ -1,7 +1,7 @@
 """An optimizer step: upload the batch, accumulate gradients over micro-batches, clip them, update the weights.
 
 `Stepper` runs it eagerly. A CPU can run the forward and backward pass as one program (`cpu_step`). A GPU can run
-compiled halves of blocks (`gpu_step`), and the whole step as one graph (`gpt.cuda_graph`). The host prepares the next
+compiled halves of blocks (`gpu_step`), and the whole step as one graph (`cuda_graph`). The host prepares the next
 batch without waiting for the device: `Download.read` returns a step's loss later, and the device itself skips a step
 with non-finite gradients.
 """

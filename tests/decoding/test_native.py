@@ -338,7 +338,9 @@ def test_sanitizers_find_nothing(flags: str) -> None:
 def separate_allocations(monkeypatch: pytest.MonkeyPatch) -> None:
     """Allocates each matrix and each cache separately for the sanitizer, which finds accesses past an allocation."""
     if "-fsanitize" in os.environ.get("DECODER_FLAGS", ""):
-        monkeypatch.setattr(native._Arena, "allocate", lambda self, size: torch.zeros(size, dtype=torch.uint8))
+        monkeypatch.setattr(
+            native._Arena, "allocate", lambda self, size, dtype: torch.zeros(size, dtype=torch.uint8).view(dtype)
+        )
         monkeypatch.setattr(
             cache, "_make_zeros", lambda shape, device, dtype: torch.zeros(shape, device=device, dtype=dtype)
         )
