@@ -106,7 +106,8 @@ def served(
     """Serves a model, with the given ``sampling`` defaults, until the end of the block."""
     config, metrics, notes = ServeConfig(port=0, **settings), ServerMetrics(), list[str]()
     context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
-    worker = Worker(context, model.tokenizer.ends, metrics, chunk)
+    worker = Worker(context, model.tokenizer.ends, metrics)
+    worker.engine.scheduler.chunk = chunk  # Small, so that prompts take several steps.
     size = min(config.context or context.size, context.size)
     training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
     service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)

@@ -45,9 +45,7 @@ class Search:
         stops: StopCheck | None = None,
         constraint: Constraint | None = None,
     ) -> None:
-        self.config = config
-        self.ends = ends
-        self.stops = stops
+        self.config, self.ends, self.stops = config, ends, stops
         self.live = [Hypothesis((), 0.0, constraint=constraint)]
         self.ended: list[Hypothesis] = []  # Sorted, best first.
         self.done = config.max_tokens == 0

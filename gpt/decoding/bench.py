@@ -38,8 +38,7 @@ class DecodingSpeed:
 def measure(
     model: GPT, compute: Compute, config: BenchConfig, note: Callable[[str], None] = lambda text: None
 ) -> DecodingSpeed:
-    """Times greedy decoding after random prompts. Raises `UserError` if the sequences exceed the context length."""
-    config = config.fitted(model.config.block_size)
+    """Times greedy decoding after random prompts. ``config`` must be `fitted` to the context."""
     prompt_tokens, new_tokens = config.prompt_tokens or 0, config.new_tokens or 0
     context = Context(model, compute, config.batch, prompt_tokens + new_tokens, note=note)
     prompts = torch.randint(model.config.vocab_size, (config.batch, prompt_tokens)).tolist()
@@ -47,8 +46,9 @@ def measure(
     # The first round is a warm-up.
     rounds = [_time_round(engine, prompts, new_tokens) for _ in range(config.rounds + 1)][1:]
     first_seconds, step_seconds = (statistics.median(times) for times in zip(*rounds, strict=True))
-    kv_bytes = _kv_bytes(model, prompt_tokens + new_tokens // 2, context.cache.keys[0].itemsize)
-    traffic = weight_bytes(model, compute) + config.batch * kv_bytes
+    shape, positions = model.config, prompt_tokens + new_tokens // 2
+    elements = 2 * shape.kv_heads * shape.head_size * count_attended(shape, positions)  # Keys and values of a sequence.
+    traffic = weight_bytes(model, compute) + config.batch * elements * context.cache.keys[0].itemsize
     bandwidth = measure_bandwidth(compute)
     return DecodingSpeed(
         prefill_tokens_per_second=config.batch * prompt_tokens / first_seconds,
@@ -76,12 +76,6 @@ def _time_round(engine: Engine, prompts: list[list[int]], new_tokens: int) -> tu
     while engine.busy:
         times.append(_time_call(engine.step))
     return first_seconds, statistics.mean(times[_WARMUP_STEPS:] or times or [first_seconds])
-
-
-def _kv_bytes(model: GPT, positions: int, itemsize: int) -> int:
-    """Returns the bytes of keys and values that a step reads per sequence."""
-    config = model.config
-    return 2 * config.kv_heads * config.head_size * count_attended(config, positions) * itemsize
 
 
 def measure_bandwidth(compute: Compute) -> float:

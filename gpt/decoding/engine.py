@@ -4,7 +4,7 @@ import functools
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -39,12 +39,7 @@ class Engine:
     after `reserve`, hold the ``lock``.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        ends: Collection[int],
-        chunk: int = CHUNK,
-    ) -> None:
+    def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
         self.context, self.ends = context, ends
         self.lock = threading.RLock()
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
@@ -219,15 +214,11 @@ class Engine:
         for state, slot in work:
             if state.prompt:
                 sampler.echo(state, x[slot_ends[slot] - state.count : slot_ends[slot]], context)
-        self._choose(dict.fromkeys(state for state, _ in work), slot_ends, lambda rows: context.logits(select(x, rows)))
+        self._choose(dict.fromkeys(state for state, _ in work), slot_ends, x)
 
-    def _choose(
-        self,
-        states: Iterable[RequestState],
-        slot_ends: Mapping[Slot, int],
-        compute_logits: Callable[[list[int]], Tensor],
-    ) -> None:
-        """Chooses tokens for requests that finished prefill. The last row of a slot is ``slot_ends[slot] - 1``."""
+    def _choose(self, states: Iterable[RequestState], slot_ends: Mapping[Slot, int], x: Tensor) -> None:
+        """Chooses tokens for requests that finished prefill, from the residual stream (N, C). The last row of a slot is
+        ``slot_ends[slot] - 1``."""
         ready = [state for state in states if state.uncomputed <= 0 and not state.done]
         for state in ready:
             if state.request.config.max_tokens == 0:
@@ -244,16 +235,17 @@ class Engine:
         rows += [slot_ends[slot] - 1 for state in searches for slot in state.live_slots]
         if not rows:
             return
-        slot_logits = torch.split(compute_logits(rows), [len(places), *(len(state.live_slots) for state in searches)])
+        logits = self.context.logits(select(x, rows))
+        slot_logits = torch.split(logits, [len(places), *(len(state.live_slots) for state in searches)])
         if places:
             self._draws.append(sampler.draw(slot_logits[0], places))
-        for state, logits in zip(searches, slot_logits[1:], strict=True):
-            sampler.extend(state, logits, self.context)
+        for state, state_logits in zip(searches, slot_logits[1:], strict=True):
+            sampler.extend(state, state_logits, self.context)
 
 
 def _sort_ids(draws: Sequence[Draw]) -> Tensor:
     """Returns drawn ids (n) in slot order."""
-    rows = [row for draw in draws for row in draw.rows]
+    rows = [state.live_slots[0].row for draw in draws for state, _ in draw.places]
     ids = torch.cat([draw.ids for draw in draws]) if len(draws) > 1 else draws[0].ids
     return (ids if rows == sorted(rows) else ids[upload(np.argsort(rows), ids.device)])[:, 0]
 

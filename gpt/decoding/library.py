@@ -36,16 +36,9 @@ def _structure(name: str, **fields: Any) -> Any:
 
 # The structures of decoder.c, which documents their fields.
 Linear = _structure(
-    "Linear",
-    weights=_pointer,
-    scales=_pointer,
-    minimums=_pointer,
-    bias=_pointer,
-    outputs=_int,
-    inputs=_int,
-    kind=_int,
-    unused=_int,
-)
+    "Linear", weights=_pointer, scales=_pointer, minimums=_pointer, bias=_pointer, outputs=_int, inputs=_int,
+    kind=_int, unused=_int,
+)  # fmt: skip
 Norm = _structure("Norm", weight=_pointer, bias=_pointer)
 Block = _structure(
     "Block", ln_1=Norm, q_norm=Norm, k_norm=Norm, ln_2=Norm, c_attn=Linear, c_proj=Linear, c_fc=Linear,

@@ -159,9 +159,7 @@ class Filters:
     """The filters of a request, in the order of `SampleConfig`. Requests with equal ``key`` have equal filters."""
 
     def __init__(self, config: SampleConfig, ends: Collection[int], bias: Sequence[tuple[int, float]] = ()) -> None:
-        self.config = config
-        self.ends = ends
-        self.bias = list(bias)
+        self.config, self.ends, self.bias = config, ends, list(bias)
         self.key = (config.choice, *self.bias)
         self.draws, self.looks_back = config.draws, config.looks_back
 
@@ -191,10 +189,6 @@ class Filters:
         """Applies temperature, top-k, top-p and min-p to adjusted logits (N, V)."""
         scaled = apply_temperature(logits.float(), self.config.temperature)
         return keep_min_p(keep_top_p(keep_top_k(scaled, self.config.top_k), self.config.top_p), self.config.min_p)
-
-    def adjusts(self, count: int) -> bool:
-        """Whether `adjust` changes logits after ``count`` generated tokens."""
-        return bool(self.bias) or self.looks_back or count < self.config.min_tokens
 
     def choose(self, logits: Tensor, keys: Tensor) -> Tensor:
         """Chooses ids (N) from adjusted logits (N, V). Samples with random ``keys`` (N, 1), or takes the most likely

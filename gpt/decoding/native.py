@@ -35,7 +35,6 @@ from gpt.model.quantize import (
     Q8_0,
     Blocks,
     Ends,
-    MappedLinear,
     Quantized,
     QuantizedLinear,
     Rows,
@@ -229,7 +228,7 @@ def pack(module: nn.Module, lib: ctypes.CDLL, dtype: torch.dtype = torch.float32
 
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear | QuantizedLinear | MappedLinear):
+            if isinstance(child, nn.Linear | QuantizedLinear):
                 setattr(parent, name, pack_matrix(name, child.weight, child.bias))
     if isinstance(module, GPT | Ends) and module.lm_head is None:
         module.lm_head = pack_matrix("lm_head", module.wte.weight)

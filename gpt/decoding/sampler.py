@@ -27,11 +27,6 @@ class Draw:
     ids: Tensor  # Ids (n, 1) on the device.
     scores: Download
 
-    @property
-    def rows(self) -> list[int]:
-        """The cache rows of the places."""
-        return [state.live_slots[0].row for state, _ in self.places]
-
 
 def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
     """Chooses a token for each place from logits (n, V). Batches adjacent places with equal filters."""

@@ -1,8 +1,11 @@
 """Ids → text, streamed in whole characters and up to a stop string."""
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+from gpt.config.sample import SampleConfig
+from gpt.decoding.logits import Token
+from gpt.decoding.sequence import Update
 from gpt.tokenizers.tokenizer import Tokenizer
 
 
@@ -35,12 +38,49 @@ class TextStream:
         if matches:  # The stop string that ends first. If several end together, the longest wins.
             self.stopped, self._held_back = True, ""
             return text[: min(matches)[1]]
-        overlap = max((_overlap_length(text, stop) for stop in self._stops), default=0)
+        # The longest end of the text that starts a stop string.
+        ends = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
+        overlap = next(ends, 0)
         self._held_back = text[len(text) - overlap :]
         return text[: len(text) - overlap]
 
 
-def _overlap_length(text: str, stop: str) -> int:
-    """Returns the length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
-    limit = min(len(text), len(stop) - 1)
-    return next((n for n in range(limit, 0, -1) if text.endswith(stop[:n])), 0)
+class TextBuilder:
+    """Builds a text from the engine's updates. ``tokens`` include the stop string and the end-of-text, which
+    ``pieces`` exclude. ``reason`` is set at the end. ``stop_ids`` are additional end-of-text ids."""
+
+    def __init__(self, tokenizer: Tokenizer, config: SampleConfig, stop_ids: Collection[int] = ()) -> None:
+        self.pieces: list[str] = []
+        self.tokens: list[Token] = []
+        self.prompt: Sequence[Token] | None = None
+        self.reason: str | None = None
+        self.stop_ids = frozenset(stop_ids)
+        self.hidden = self.stop_ids if config.ignore_eot else self.stop_ids | tokenizer.ends
+        self._stream = TextStream(tokenizer, config.stop)
+        self._is_beam = config.beam > 0  # Beam search detects stop strings itself.
+
+    @property
+    def logprob(self) -> float:
+        """The sum of the tokens' log-probabilities."""
+        return sum(token.logprob or 0.0 for token in self.tokens)
+
+    def push(self, update: Update) -> str:
+        """Adds an update up to the end of a stop string, and returns the new text. Raises the update's error."""
+        if update.error is not None:
+            raise update.error
+        self.prompt = update.prompt or self.prompt
+        text, stream = "", self._stream
+        for token in update.tokens:
+            if stream.stopped:
+                break
+            self.tokens.append(token)
+            if token.id not in self.hidden:
+                text += stream.push(token.id)
+            elif token.id in self.stop_ids:
+                text += stream.flush()
+                stream.stopped = True
+        if update.reason is not None or (stream.stopped and not self._is_beam):
+            text += stream.flush()  # This can complete a stop string.
+            self.reason = "stop" if stream.stopped and not self._is_beam else update.reason
+        self.pieces.append(text)
+        return text

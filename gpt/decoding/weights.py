@@ -19,33 +19,26 @@ from gpt.decoding.library import Note
 from gpt.decoding.native import PackedLinear
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown, count_matmul_parameters
-from gpt.model.quantize import GROUP, Ends, MappedEmbedding, Quantized, QuantizedLinear, quantize_model, scale_groups
+from gpt.model.quantize import GROUP, Ends, MappedEmbedding, Quantized, QuantizedLinear, quantize_model
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 class GPULinear(nn.Module):
-    """A linear layer on a GPU with weights of any dtype and an optional scale per group of 32 elements of a row."""
+    """A linear layer on a GPU."""
 
-    scale: Tensor | None
     ALIGNED, TILE = 8, 64  # Tensor cores need multiples of 8 outputs. Other numbers are padded to multiples of 64.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, scale: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         self.outputs = len(weight)
         if self.outputs % self.ALIGNED:
             weight = F.pad(weight, (0, 0, 0, -self.outputs % self.TILE))
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.bias = bias
-        self.register_buffer("scale", scale)
-        self.elements = self.outputs * weight.size(1)
-        self.nbytes = self.elements * weight.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, in) → (…, out), in the input's dtype."""
-        if self.scale is not None:
-            weight = scale_groups(self.weight[: self.outputs], self.scale).to(x.dtype)
-            return F.linear(x, weight, self.bias)
         if self.outputs == len(self.weight):
             return F.linear(x, self.weight, self.bias)
         out = F.linear(x, self.weight)[..., : self.outputs]
@@ -56,7 +49,7 @@ class Int4Linear(nn.Module):
     """A linear layer on a GPU with int4 weights.
 
     In torch's tinygemm kernel, a weight is (level − 8) · scale + zero. Scales and products are bfloat16, and sums are
-    float32.
+    float32. The number of outputs must be a multiple of 16.
     """
 
     def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
@@ -75,11 +68,6 @@ class Int4Linear(nn.Module):
         out = torch.ops.aten._weight_int4pack_mm(rows, self.weight, GROUP, self.scales).to(x.dtype)
         result: Tensor = (out if self.bias is None else self.bias + out).view(*x.shape[:-1], -1)
         return result
-
-    @staticmethod
-    def fits(weight: Quantized) -> bool:
-        """Whether the device has a fast kernel and the number of outputs is a multiple of 16."""
-        return weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device)
 
     @staticmethod
     def runs_on(device: torch.device) -> bool:
@@ -120,14 +108,13 @@ def find_library(compute: Compute, note: Note) -> ctypes.CDLL | None:
 
 
 def _lay_out_for_gpu(module: nn.Module, compute: Compute) -> nn.Module:
-    if isinstance(module, QuantizedLinear) and module.weight.bits == 8:
-        return GPULinear(module.weight.levels, module.bias, module.weight.scales)
-    if isinstance(module, QuantizedLinear) and Int4Linear.fits(module.weight):
-        return Int4Linear(module.weight, module.bias)
-    if isinstance(module, QuantizedLinear):
-        return GPULinear(module.weight.dequantize().to(compute.dtype), module.bias)
-    if isinstance(module, nn.Linear):
-        return GPULinear(module.weight.detach(), module.bias)
+    match module:
+        case QuantizedLinear(weight=Quantized(bits=4) as weight):
+            if weight.shape[0] % 16 == 0 and Int4Linear.runs_on(weight.levels.device):
+                return Int4Linear(weight, module.bias)
+            return GPULinear(weight.dequantize().to(compute.dtype), module.bias)
+        case nn.Linear():
+            return GPULinear(module.weight.detach(), module.bias)
     return module
 
 
@@ -141,11 +128,11 @@ def _quantized_name(module: nn.Module) -> str | None:
     match module:
         case PackedLinear():
             return module.kind if module.scales is not None else None
-        case QuantizedLinear():
-            return f"int{module.weight.bits}"
+        case QuantizedLinear(weight=Quantized(bits=bits)):
+            return f"int{bits}"
         case Int4Linear():
             return "int4"
-    return "int8" if isinstance(module, GPULinear) and module.scale is not None else None
+    return None
 
 
 def weight_bytes(model: GPT, compute: Compute) -> int:
@@ -153,10 +140,11 @@ def weight_bytes(model: GPT, compute: Compute) -> int:
     head."""
     unquantized, total = count_matmul_parameters(model.config), 0
     for module in {*model.h.modules(), model.lm_head}:
-        if isinstance(module, GPULinear | Int4Linear | PackedLinear):
-            unquantized, total = unquantized - module.elements, total + module.nbytes
-        elif isinstance(module, QuantizedLinear):
-            unquantized, total = unquantized - math.prod(module.weight.shape), total + module.weight.nbytes
+        match module:
+            case Int4Linear() | PackedLinear():
+                unquantized, total = unquantized - module.elements, total + module.nbytes
+            case QuantizedLinear(weight=Quantized() as weight):
+                unquantized, total = unquantized - math.prod(weight.shape), total + weight.nbytes
     return unquantized * compute.dtype.itemsize + total
 
 

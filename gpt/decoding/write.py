@@ -1,16 +1,16 @@
 """Prompts → texts: generates many samples or beams together and streams them in order."""
 
 import itertools
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import capacity
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.decoding.logits import Token
-from gpt.decoding.stream import TextStream
+from gpt.decoding.stream import TextBuilder, TextStream
 from gpt.system.errors import UserError
 from gpt.tokenizers.tokenizer import Tokenizer
 
@@ -47,44 +47,21 @@ class Piece:
     sample: Sample | None = None
 
 
-class _TextBuilder:
-    """Builds the text of sample ``index`` of prompt ``number``, which is yielded after ``turn`` other texts."""
+@dataclass
+class _Text:
+    """Sample ``index`` of prompt ``prompt``. Its pieces wait until all earlier texts have ended."""
 
-    def __init__(self, number: int, index: int, tokenizer: Tokenizer, config: SampleConfig, turn: int = 0) -> None:
-        self.number, self.index, self.turn = number, index, turn
-        self.stream = TextStream(tokenizer, config.stop)
-        self.pieces: list[str] = []
-        self.tokens: list[Token] = []
-        self.prompt: Sequence[Token] | None = None
-        self._hidden = frozenset() if config.ignore_eot else tokenizer.ends
-
-    def push(self, tokens: Iterable[Token]) -> str:
-        """Adds tokens up to the end of a stop string, and returns the new text."""
-        new_text = ""
-        for token in tokens:
-            if self.stream.stopped:
-                break
-            self.tokens.append(token)
-            if token.id not in self._hidden:
-                self.pieces.append(self.stream.push(token.id))
-                new_text += self.pieces[-1]
-        return new_text
-
-    def flush(self) -> str:
-        self.pieces.append(self.stream.flush())
-        return self.pieces[-1]
+    prompt: int
+    index: int
+    builder: TextBuilder
+    waiting: list[Piece] = field(default_factory=list)
 
 
 class TextGenerator:
     """Generates texts with the settings of one call. Raises `UserError` for settings the model doesn't support."""
 
     def __init__(
-        self,
-        engine: Engine,
-        tokenizer: Tokenizer,
-        config: SampleConfig,
-        seed: int,
-        constraint: Constraint | None = None,
+        self, engine: Engine, tokenizer: Tokenizer, config: SampleConfig, seed: int, constraint: Constraint | None
     ) -> None:
         self.engine, self.tokenizer, self.config, self.seed = engine, tokenizer, config, seed
         self.constraint = constraint
@@ -127,8 +104,8 @@ class TextGenerator:
         max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
         batch = max(1, min(config.batch or max_rows // width, count))
         settings = (self._bias, self._stops, self.constraint, self)
-        texts: dict[int, _TextBuilder] = {}
-        inbox, sorter, turns = deque[Update](), _PieceSorter(), itertools.count()
+        texts: dict[int, _Text] = {}
+        inbox, order = deque[Update](), deque[_Text]()
         try:
             while True:
                 with engine.lock:
@@ -136,8 +113,8 @@ class TextGenerator:
                         engine.reserve(batch * width, positions)
                     for number, index in new:
                         request = Request(prompts[number], config, self.seed, index, *settings)
-                        text = _TextBuilder(number, index, self.tokenizer, config, next(turns))
-                        texts[engine.add(request, inbox.append)] = text
+                        order.append(_Text(number, index, TextBuilder(self.tokenizer, config)))
+                        texts[engine.add(request, inbox.append)] = order[-1]
                     if texts and not inbox:
                         engine.step()
                 if not texts:
@@ -147,52 +124,46 @@ class TextGenerator:
                     if update.number not in texts:  # A stop string ended it.
                         continue
                     text = texts[update.number]
-                    pieces = self._pieces(text, update, len(prompts[text.number]))
-                    if ended := pieces[-1].sample is not None:
+                    text.waiting += self._pieces(text, update, len(prompts[text.prompt]))
+                    if text.builder.reason is not None:
                         engine.cancel(update.number)  # The engine doesn't detect stop strings in samples.
                         del texts[update.number]
-                    for piece in pieces:
-                        yield from sorter.take(text.turn, piece, last=ended and piece is pieces[-1])
+                    while order:
+                        first = order[0]
+                        pieces, first.waiting = first.waiting, []
+                        yield from pieces
+                        if first.builder.reason is None:
+                            break
+                        order.popleft()
         finally:
             engine.cancel(*texts)
 
-    def _pieces(self, text: _TextBuilder, update: Update, prompt_length: int) -> list[Piece]:
+    def _pieces(self, text: _Text, update: Update, prompt_length: int) -> list[Piece]:
         """Returns the pieces of an update. If it is the text's last update, its pieces have samples."""
-        if update.error is not None:
-            raise update.error
-        text.prompt = update.prompt or text.prompt
-        new_text = text.push(update.tokens)
-        reason = update.reason
-        if text.stream.stopped and not self.config.beam:  # Beam search detects stop strings itself.
-            reason = "stop"
-        if reason is None:
-            return [Piece(text.number, text.index, new_text)]
+        new_text = text.builder.push(update)
+        if text.builder.reason is None:
+            return [Piece(text.prompt, text.index, new_text)]
         score = update.best[0].score if update.best else None
-        new_text += text.flush()
-        if text.stream.stopped and not self.config.beam:  # The flushed text completed a stop string.
-            reason = "stop"
-        pieces = [Piece(text.number, text.index, new_text, self._sample(text, reason, prompt_length, score))]
+        pieces = [Piece(text.prompt, text.index, new_text, self._sample(text.builder, prompt_length, score))]
         for index, hypothesis in enumerate(update.best[1:], 1):
-            beam = _TextBuilder(text.number, index, self.tokenizer, self.config)
-            beam.prompt = text.prompt
-            new_text = beam.push(hypothesis.tokens) + beam.flush()
-            sample = self._sample(beam, hypothesis.reason or "length", prompt_length, hypothesis.score)
-            pieces.append(Piece(text.number, index, new_text, sample))
+            beam = TextBuilder(self.tokenizer, self.config)
+            new_text = beam.push(Update(update.number, hypothesis.tokens, text.builder.prompt, hypothesis.reason))
+            pieces.append(Piece(text.prompt, index, new_text, self._sample(beam, prompt_length, hypothesis.score)))
         return pieces
 
-    def _sample(self, text: _TextBuilder, reason: str, prompt_length: int, score: float | None = None) -> Sample:
-        block_size, config = self.model.config.block_size, self.config
+    def _sample(self, text: TextBuilder, prompt_length: int, score: float | None) -> Sample:
+        block_size = self.model.config.block_size
         dropped = max(0, prompt_length - block_size)
         tokens = [token.id for token in text.tokens]
         return Sample(
             text="".join(text.pieces),
-            tokens=tokens[:-1] if reason == "eot" else tokens,
-            logprob=sum(token.logprob or 0.0 for token in text.tokens),
-            finish_reason=reason,
+            tokens=tokens[:-1] if text.reason == "eot" else tokens,
+            logprob=text.logprob,
+            finish_reason=text.reason or "length",
             dropped=dropped,
             slid=prompt_length - dropped + len(tokens) > block_size + 1,  # The last token is never fed back.
             score=score,
-            logprobs=None if config.logprobs is None else text.tokens,
+            logprobs=None if self.config.logprobs is None else text.tokens,
             prompt_logprobs=text.prompt,
         )
 
@@ -203,23 +174,3 @@ class TextGenerator:
         for id in ids[-max_bytes:]:  # A token has at least one byte.
             stream.push(id)
         return stream.stopped
-
-
-class _PieceSorter:
-    """Sorts pieces by text. Pieces of later texts wait for their turn."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[int, list[Piece]] = defaultdict(list)
-        self._ended: set[int] = set()
-        self._turn = 0
-
-    def take(self, number: int, piece: Piece, last: bool) -> Iterator[Piece]:
-        """Adds a piece of text ``number`` and yields the pieces that are due."""
-        self._waiting[number].append(piece)
-        if last:
-            self._ended.add(number)
-        yield from self._waiting.pop(self._turn, ())
-        while self._turn in self._ended:
-            self._ended.remove(self._turn)
-            self._turn += 1
-            yield from self._waiting.pop(self._turn, ())

@@ -596,7 +596,7 @@ def _in_columns(rows: list[Row]) -> list[Row]:
     ]
     gutter = statistics.median([right.left for _, _, right in pairs] or [0])
     pairs = [pair for pair in pairs if abs(pair[2].left - gutter) < pair[2].size]
-    length = min(sum(len(pair[side].text) for pair in pairs) for side in (1, 2))
+    length = min(sum(len(left.text) for _, left, _ in pairs), sum(len(right.text) for _, _, right in pairs))
     if len(pairs) < MIN_COLUMN_LINES or length < MIN_COLUMN_TEXT * len(pairs):
         return rows
     start, end = pairs[0][0], pairs[-1][0] + 2

@@ -63,7 +63,7 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """Returns the matrix in float32."""
-        levels = self.levels.float() if self.bits == 8 else self.unpack_levels().float()
+        levels = self.levels if self.bits == 8 else self.unpack_levels().float()
         if self.minimums is None:
             return scale_groups(levels if self.bits == 8 else levels.sub_(MIDDLE), self.scales)
         products = _groups(scale_groups(levels, self.scales))
@@ -109,7 +109,7 @@ def to_tensor(value: Tensor | Quantized | Blocks) -> Tensor:
     return value if isinstance(value, Tensor) else value.dequantize()
 
 
-def multiply(x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+def multiply(x: Tensor, weight: Quantized | Blocks, bias: Tensor | None) -> Tensor:
     """x Wᵀ + b, (…, in) → (…, out): the definition of a product with a quantized matrix. On a CPU, the inputs are
     rounded to int8 as well, with a float32 scale per group, so that sums within a group are exact integers."""
     matrix = weight.dequantize()
@@ -142,11 +142,6 @@ def to_int4(weight: Tensor) -> Quantized:
     largest element near ±8, fits them by least squares and picks the most accurate scale. Raises `NotANumber` for NaN
     or infinity, and `UserError` for elements too large for a float16 scale."""
     return _quantize_in_chunks(weight, _rows_to_int4)
-
-
-def quantize_matrix(weight: Tensor, bits: int) -> Quantized:
-    """Quantizes a matrix to ``bits`` bits, or to 8 bits if its row length is not a multiple of 32."""
-    return (to_int4 if bits_of_rows(weight.size(1), bits) == 4 else to_int8)(weight)
 
 
 def bits_of_rows(width: int, bits: int) -> int:
@@ -200,9 +195,9 @@ def _round_to_levels(groups: Tensor, scale: Tensor) -> Tensor:
 
 
 class QuantizedLinear(nn.Module):
-    """A linear map with a quantized weight. `gpt.decoding` has faster layouts."""
+    """A linear map with a quantized weight, in memory or in a file. `gpt.decoding` has faster layouts."""
 
-    def __init__(self, weight: Quantized, bias: Tensor | None) -> None:
+    def __init__(self, weight: Quantized | Blocks, bias: Tensor | None) -> None:
         super().__init__()
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
@@ -222,14 +217,6 @@ class QuantizedEmbedding(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """(…) → (…, C)."""
         return self.weight.rows(ids).to(self.dtype)
-
-
-class MappedLinear(nn.Module):
-    """A linear map with a quantized matrix in a file, which `gpt.decoding` will lay out."""
-
-    def __init__(self, weight: Blocks, bias: nn.Parameter | None) -> None:
-        super().__init__()
-        self.weight, self.bias = weight, bias
 
 
 class MappedEmbedding(nn.Module):
@@ -258,7 +245,8 @@ def quantize_model(module: Module, bits: int, dtype: torch.dtype = torch.float32
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(parent, name, QuantizedLinear(quantize_matrix(child.weight, head_bits(name, bits)), child.bias))
+                quantize = to_int4 if bits_of_rows(child.in_features, head_bits(name, bits)) == 4 else to_int8
+                setattr(parent, name, QuantizedLinear(quantize(child.weight), child.bias))
     if isinstance(module, GPT | Ends) and isinstance(module.wte, nn.Embedding):
         matrix = to_int8(module.wte.weight)
         module.lm_head = module.lm_head or QuantizedLinear(matrix, None)

@@ -18,13 +18,7 @@ from gpt.config.model import GPT2_VOCAB, GPTConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
-from gpt.model.quantize import (
-    Blocks,
-    Ends,
-    MappedEmbedding,
-    MappedLinear,
-    to_tensor,
-)
+from gpt.model.quantize import Blocks, Ends, MappedEmbedding, QuantizedLinear, to_tensor
 from gpt.runs import adapter, folder, gguf_model, hf, model_config, tensors
 from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
 from gpt.system.errors import UserError, warn
@@ -385,7 +379,7 @@ def build(
                 model.set_submodule(part, MappedEmbedding(tensor))
             elif not isinstance(tensor, Tensor):
                 linear: Any = model.get_submodule(name.removesuffix(".weight"))
-                model.set_submodule(name.removesuffix(".weight"), MappedLinear(tensor, linear.bias))
+                model.set_submodule(name.removesuffix(".weight"), QuantizedLinear(tensor, linear.bias))
             else:
                 tensor = tensor[: config.block_size] if part == "wpe" else tensor
                 state[name.removeprefix(part + ".")] = _convert(tensor, dtype or tensor.dtype, mapped)

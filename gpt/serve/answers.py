@@ -68,7 +68,6 @@ class Answer:
         self.created = int(time.time())
         self.started = False  # Whether any update has arrived.
         self.choices: list[Choice] = []
-        self.wholes: list[Delta] = []  # The choices so far, except in a stream.
         # The queue needs no maximum size, because the number of requested tokens is limited.
         self._events: asyncio.Queue[tuple[int, Update] | ApiError] = asyncio.Queue()
         self._tickets: list[Ticket] = []
@@ -80,7 +79,6 @@ class Answer:
                 prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=self.id
             )
             self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
-            self.wholes.append(Delta())
             self._tickets.append(Ticket(request, deliver))
 
     def begin(self) -> None:
@@ -102,8 +100,8 @@ class Answer:
         self._cancel()
 
     def _cancel(self) -> None:
-        running = [ticket for ticket, choice in zip(self._tickets, self.choices, strict=True) if not choice.done]
-        if running:
+        tickets = zip(self._tickets, self.choices, strict=True)
+        if running := [ticket for ticket, choice in tickets if choice.builder.reason is None]:
             self.service.worker.cancel(running)
 
     async def run(self) -> AsyncIterator[tuple[int, Delta] | None]:
@@ -121,31 +119,27 @@ class Answer:
                 raise event
             index, update = event
             choice = self.choices[index]
-            if choice.done:
+            if choice.builder.reason is not None:
                 continue
             if not self.started:
                 self.started = True
                 self.service.metrics.first_token.observe(time.monotonic() - self._start_time)
             delta = choice.push(update)
-            if delta.error is not None:
-                raise delta.error
             if delta.reason is not None:
                 remaining -= 1
                 if update.reason is None:  # The engine doesn't detect stop strings, so cancel its request.
                     self.service.worker.cancel([self._tickets[index]])
-            if not self.generation.stream:
-                self.wholes[index].extend(delta)
             yield index, delta
             await asyncio.sleep(0)  # `get` on a non-empty queue doesn't yield to other tasks.
 
     def best(self) -> list[int]:
         """Returns the indices of the ``n`` choices per prompt with the highest mean log-probability."""
         generation, indices = self.generation, list[int]()
+        builders = [choice.builder for choice in self.choices]
+        sort_key = lambda index: -builders[index].logprob / max(1, len(builders[index].tokens))
         for start in range(0, len(self.choices), generation.best_of):
             candidates = range(start, start + generation.best_of)
-            ranking = sorted(
-                candidates, key=lambda index: -self.choices[index].logprob / max(1, self.choices[index].count)
-            )
+            ranking = sorted(candidates, key=sort_key)
             indices += ranking[: generation.n] if generation.best_of > generation.n else candidates
         return indices
 
@@ -153,7 +147,7 @@ class Answer:
         """Returns token counts. Prompts and prefix cache hits count once, not per choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
         cached = sum(choice.cached for choice in self.choices[:: self.generation.best_of])
-        generated = sum(choice.count for choice in self.choices)
+        generated = sum(len(choice.builder.tokens) for choice in self.choices)
         return {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
@@ -176,7 +170,7 @@ class Form:
         """Returns a complete response. Encodes choices one by one, because the JSON encoder holds the GIL."""
         choices = []
         for index, choice_index in enumerate(answer.best()):
-            delta = answer.wholes[choice_index]
+            delta = answer.choices[choice_index].whole
             choices.append(to_json({"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}))
         head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
         return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"

@@ -315,8 +315,8 @@ class Server:
         """Raises `ApiError` or `UserError` if the server cannot generate text."""
         if self.stopping:
             raise _stopping_error()
-        if self.service.worker.failure is not None:
-            raise self.service.worker.failure
+        if (failure := self.service.worker.engine.failure) is not None:
+            raise failure
         self.service.stamps.check()
 
     async def _generate(self, request: Request, prompts: list[Prompt], generation: Generation, form: Form) -> Response:

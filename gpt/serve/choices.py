@@ -8,11 +8,9 @@ from typing import Any
 from gpt.config.sample import SampleConfig
 from gpt.decoding.engine import Update
 from gpt.decoding.logits import Token
-from gpt.decoding.stream import TextStream
-from gpt.system.errors import UserError
+from gpt.decoding.stream import TextBuilder
 from gpt.tokenizers.tokenizer import Tokenizer
 
-_FINISH_REASONS = {"eot": "stop", "stop": "stop", "length": "length"}
 _MIN_LOGPROB = -9999.0  # Replaces minus infinity, which JSON doesn't support.
 
 
@@ -39,80 +37,51 @@ class Delta:
     text: str = ""
     tokens: list[tuple[Token, int]] = field(default_factory=list)
     reason: str | None = None
-    error: UserError | None = None
-
-    def extend(self, other: "Delta") -> None:
-        """Appends the next delta."""
-        self.text += other.text
-        self.tokens += other.tokens
-        self.reason = other.reason
 
 
 class Choice:
     """A text built from engine updates. With ``echo``, it starts with the prompt."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        config: SampleConfig,
-        prompt: Prompt,
-        echo: bool,
-        stop_ids: Collection[int] = (),
+        self, tokenizer: Tokenizer, config: SampleConfig, prompt: Prompt, echo: bool, stop_ids: Collection[int] = ()
     ) -> None:
         self.tokenizer, self.config, self.prompt = tokenizer, config, prompt
         self.echo = echo  # Whether the next text starts with the prompt.
-        self.stop_ids = stop_ids  # Additional end-of-text ids.
-        self.count = 0  # Generated tokens.
         self.cached = 0  # Prompt ids from the prefix cache.
-        self.logprob = 0.0  # Sum over the generated tokens.
-        self.done = False
-        self._stream = TextStream(tokenizer, config.stop)
+        self.whole = Delta()  # Everything so far.
+        self.builder = TextBuilder(tokenizer, config, stop_ids)
         self._offsets = _Offsets(tokenizer)
 
     def push(self, update: Update) -> Delta:
-        """Adds an update and returns the new text."""
-        delta = Delta(error=update.error)
+        """Adds an update and returns the new text. Raises the update's error."""
+        builder, count, delta = self.builder, len(self.builder.tokens), Delta()
+        new_text = builder.push(update)
         self.cached = max(self.cached, update.cached)
-        if self.echo and update.error is None:
+        if self.echo:
             self._add_prompt(update, delta)
             self.echo = False
-        for token in update.tokens:
-            if self._stream.stopped:
-                break
-            self.count += 1
-            self.logprob += token.logprob or 0.0
-            is_stop = token.id in self.stop_ids
-            is_end = is_stop or (token.id in self.tokenizer.ends and not self.config.ignore_eot)
-            if self.config.logprobs is not None:
-                delta.tokens.append((token, self._offsets.take(token.id, shown=not is_end)))
-            if not is_end:
-                delta.text += self._stream.push(token.id)
-            if is_stop:
-                delta.text += self._stream.flush()
-                self._stream.stopped = True
-        reason = "stop" if self._stream.stopped else update.reason
-        if reason is not None:
-            delta.text += self._stream.flush()
-            # `flush` can complete a stop string.
-            delta.reason = _FINISH_REASONS["stop" if self._stream.stopped else reason]
-        self.done = reason is not None or update.error is not None
+        delta.text += new_text
+        if self.config.logprobs is not None:
+            delta.tokens += [
+                (token, self._offsets.take(token.id, shown=token.id not in builder.hidden))
+                for token in builder.tokens[count:]
+            ]
+        delta.reason = "stop" if builder.reason == "eot" else builder.reason
+        self.whole.text += delta.text
+        self.whole.tokens += delta.tokens
+        self.whole.reason = delta.reason
         return delta
 
     def _add_prompt(self, update: Update, delta: Delta) -> None:
-        hidden = self.prompt.hidden
-        delta.text = text_of(self.tokenizer, self.prompt)
+        ids, hidden, adds_space = self.prompt.ids, self.prompt.hidden, self.tokenizer.backend.adds_space
+        data = self.tokenizer.decode_bytes(ids[hidden:]).removeprefix(b" " if adds_space else b"")
+        delta.text = data.decode("utf-8", "replace")
         if self.config.logprobs is not None:
-            tokens = update.prompt or [Token(id, None) for id in self.prompt.ids]
-            if self.tokenizer.backend.adds_space:
+            tokens = update.prompt or [Token(id, None) for id in ids]
+            if adds_space:
                 self._offsets.begin(-1)  # Don't count the space that the tokenizer adds before the text.
             delta.tokens = [(token, self._offsets.take(token.id, at >= hidden)) for at, token in enumerate(tokens)]
             self._offsets.begin(len(delta.text))
-
-
-def text_of(tokenizer: Tokenizer, prompt: Prompt) -> str:
-    """Returns the text of a prompt, without its hidden ids."""
-    data = tokenizer.decode_bytes(prompt.ids[prompt.hidden :])
-    return data.removeprefix(b" " if tokenizer.backend.adds_space else b"").decode("utf-8", "replace")
 
 
 class _Offsets:
@@ -181,11 +150,9 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[tuple[Token, int]]) -> 
     """Returns log-probabilities in the format of ``/v1/chat/completions``."""
 
     def entry(id: int, logprob: float | None) -> dict[str, Any]:
-        data, finite_logprob = (
-            tokenizer.decode_bytes([id]),
-            max(_MIN_LOGPROB if logprob is None else logprob, _MIN_LOGPROB),
-        )
-        return {"token": token_text(tokenizer, id), "logprob": finite_logprob, "bytes": list(data), "id": id}
+        finite_logprob = _MIN_LOGPROB if logprob is None else max(logprob, _MIN_LOGPROB)
+        data = list(tokenizer.decode_bytes([id]))
+        return {"token": token_text(tokenizer, id), "logprob": finite_logprob, "bytes": data, "id": id}
 
     content = [
         {**entry(token.id, token.logprob), "top_logprobs": [entry(*each) for each in token.top]} for token, _ in tokens

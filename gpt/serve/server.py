@@ -18,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from gpt.config.device import Compute
 from gpt.config.serve import ServeConfig
 from gpt.decoding.context import CACHE_SHARE, Context, capacity
+from gpt.decoding.library import Note
 from gpt.decoding.write import MAX_BATCH
 from gpt.insight.passages import TrainingText
 from gpt.insight.report import find_training_tokens
@@ -110,13 +111,7 @@ class _Uvicorn(uvicorn.Server):
             self.ready()
 
 
-def make_context(
-    model: GPT,
-    compute: Compute,
-    config: ServeConfig,
-    vocab_size: int | None = None,
-    note: Callable[[str], None] = lambda text: None,
-) -> Context:
+def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int, note: Note) -> Context:
     """Creates a context for ``max_batch`` sequences. By default, the device and its memory determine the number. Raises
     `UserError` if memory is too small."""
     size, device = min(model.config.block_size, config.context or model.config.block_size), compute.device.type

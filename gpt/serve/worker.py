@@ -32,19 +32,14 @@ class Ticket:
 class Worker:
     """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
-    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics, chunk: int = 0) -> None:
+    def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics) -> None:
         self.metrics = metrics
-        self.engine = Engine(context, ends, chunk or CHUNKS[context.compute.device.type])
+        self.engine = Engine(context, ends, CHUNKS[context.compute.device.type])
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: list[tuple[Ticket, Update]] = []
         self._loop: asyncio.AbstractEventLoop
         self._thread = threading.Thread(target=self._run, name="gpt-serve", daemon=True)
-
-    @property
-    def failure(self) -> UserError | None:
-        """Why no more text can be generated, or None."""
-        return self.engine.failure
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Starts the thread. Updates are delivered in ``loop``."""

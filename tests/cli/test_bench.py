@@ -7,8 +7,10 @@ import pytest
 import torch
 from conftest import Gpt
 
+from gpt import api
 from gpt.config.device import Compute
 from gpt.config.model import PRESETS, GPTConfig
+from gpt.decoding import native
 from gpt.decoding.weights import prepare, weight_bytes
 from gpt.model.decoder import GPT
 from gpt.model.params import cache_bytes
@@ -39,6 +41,16 @@ def test_bench_of_a_preset_uses_random_weights(gpt: Gpt) -> None:
     assert "GB/s" in output
     result = gpt("bench", "-m", "nano", "-n", "60")
     assert (result.code, "16 + 60 tokens do not fit in the context of 64" in result.err) == (2, True)
+
+
+@pytest.mark.parametrize("is_preset", [True, False])
+def test_bench_measures_what_gpt_sample_runs(
+    run_folder: Path, monkeypatch: pytest.MonkeyPatch, is_preset: bool
+) -> None:
+    models: list[GPT] = []
+    monkeypatch.setattr("gpt.decoding.bench.measure", lambda model, *rest: models.append(model))
+    api.bench("nano" if is_preset else run_folder)
+    assert native.is_packed(models[0])
 
 
 def test_step_reads_every_matrix_once() -> None:

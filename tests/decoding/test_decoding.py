@@ -173,7 +173,7 @@ def test_prompt_logprobs_match_one_forward_pass() -> None:
 def text_generator(config: SampleConfig, block_size: int = 64) -> TextGenerator:
     tokenizer = bytes_tokenizer()
     engine = Engine(Context(loud(GPTConfig(257, block_size, 2, 2, 16)), CPU), tokenizer.ends)
-    return TextGenerator(engine, tokenizer, config, seed=3)
+    return TextGenerator(engine, tokenizer, config, 3, None)
 
 
 def generate_samples(config: SampleConfig, prompts: list[str], num: int = 1, **options: Any) -> list[Sample]:

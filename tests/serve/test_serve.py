@@ -837,7 +837,7 @@ def test_chat_longer_than_the_context_is_an_error(chat: Served) -> None:
 
 def test_shorter_context_option_slides_the_window(model: LanguageModel) -> None:
     config = ServeConfig(context=16, max_batch=2, limit_tokens=1)
-    context = servers.make_context(model.model, model.compute, config)
+    context = servers.make_context(model.model, model.compute, config, model.tokenizer.vocab_size, print)
     assert (context.size, context.cache.max_positions, len(context.slots)) == (16, 16, 2)
     assert len([*generate(context, [1, 2, 3], SampleConfig(max_tokens=40, ignore_eot=True), ends=())]) == 40
 

@@ -90,7 +90,7 @@ def test_disconnect_removes_a_queued_request(single_slot: Served) -> None:
     wait_until(lambda: len(single_slot.service.pending) == 2)
     second.close()
     wait_until(lambda: len(single_slot.service.pending) == 1)
-    assert not single_slot.service.worker.failure
+    assert not single_slot.service.worker.engine.failure
     first.close()
     single_slot.idle()
 
