@@ -18,7 +18,7 @@ from gpt.system.distribution import NAME, VERSION, install, packages
 from gpt.system.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.system.words import as_json
 
-from . import help_pages, names, processes
+from . import help_pages, other_programs, processes
 from .show import render, terminal
 
 HELP = """Train a GPT on your own text, on the computer you have. Then look inside it.
@@ -58,8 +58,8 @@ COMMANDS = {  # Each command's heading on the help page, in order.
 class _Root(help_pages.Group):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Finds the command. Raises `UserError` with a hint for another program's command."""
-        if args[0] in names.COMMANDS and args[0] not in self.commands:
-            raise UserError(f"there is no command {args[0]}", names.COMMANDS[args[0]])
+        if args[0] in other_programs.COMMANDS and args[0] not in self.commands:
+            raise UserError(f"there is no command {args[0]}", other_programs.COMMANDS[args[0]])
         return super().resolve_command(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -207,7 +207,7 @@ def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
         return error.exit_code, error.message, error.hint or f"see gpt {command} --help"
     if isinstance(error, typer.TyperException):  # The parser rejected the command line.
         context = getattr(error, "ctx", None)
-        if (suggestion := names.suggest(error, context)) is not None:
+        if (suggestion := other_programs.suggest(error, context)) is not None:
             return error.exit_code, *suggestion
         path = context.command_path if context else "gpt"
         return error.exit_code, error.format_message().rstrip("."), f"see {path} --help"

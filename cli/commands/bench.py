@@ -5,7 +5,7 @@ from typing import Annotated
 from gpt.config.bench import BenchConfig
 
 from ..options import Device, Dtype, Json, Threads, option, takes
-from ..show import progress, render, views_results
+from ..show import json_results, progress, render
 
 
 @takes(BenchConfig)
@@ -29,4 +29,4 @@ def bench(
     with progress.startup_spinner(quiet=json):
         from gpt import api
     measured = api.bench(model, settings, device=device, dtype=dtype, threads=threads, note=render.note)
-    render.json_line(views_results.speed(measured)) if json else render.speed(measured)
+    render.json_line(json_results.speed(measured)) if json else render.speed(measured)

@@ -13,7 +13,7 @@ from gpt.system.errors import UserError, did_you_mean
 from gpt.system.files import reading
 
 from ..options import Json, Quiet, option, takes
-from ..show import progress, render, render_data, views_results
+from ..show import json_results, progress, render, render_data
 
 app = typer.Typer(help="List and download corpora, and check token folders.")
 
@@ -33,7 +33,7 @@ def list_corpora(json: Json = False) -> None:
     from gpt.documents import catalogue
 
     entries = [catalogue.corpus(name) for name in catalogue.names()]
-    render.json_line(*map(views_results.corpus_summary, entries)) if json else render_data.corpora(entries)
+    render.json_line(*map(json_results.corpus_summary, entries)) if json else render_data.corpora(entries)
 
 
 @app.command("show")
@@ -58,7 +58,7 @@ def show(
         if name not in _names():
             raise UserError(f'there is no corpus or folder "{name}"', did_you_mean(name, _names()))
         entry = catalogue.corpus(name)
-        data = views_results.corpus(entry)
+        data = json_results.corpus(entry)
         render.json_line(data) if json else render_data.corpus(entry, data)
         return
     from gpt.corpus import token_folder
@@ -71,7 +71,7 @@ def show(
     if verify:
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
-    render.json_line(views_results.token_folder(folder, verify)) if json else render_data.token_folder(folder, verify)
+    render.json_line(json_results.token_folder(folder, verify)) if json else render_data.token_folder(folder, verify)
 
 
 @app.command("check")
@@ -102,13 +102,13 @@ def check(
         text = [str(tokens)] if is_token_folder(tokens) else text
     if folders := token_folder.find_token_folders(text):
         listing = repeats.Listing(token_folder.TokenFolder(*folders))
-        render.json_line(views_results.repeats(listing)) if json else render_data.repeats(listing)
+        render.json_line(json_results.repeats(listing)) if json else render_data.repeats(listing)
         return
     corpus = examples.read_all_examples(text, settings, render.note)
     if corpus is None:
         message = f"{text[0]} is not a token folder, and has no pairs or conversations"
         raise UserError(message, "create a token folder: gpt tokenize TEXT -o DIR")
-    data = views_results.example_copies(len(corpus.train), examples.find_copies(corpus.train))
+    data = json_results.example_copies(len(corpus.train), examples.find_copies(corpus.train))
     render.json_line(data) if json else render_data.example_copies(data)
 
 
@@ -124,5 +124,5 @@ def fetch(name: Name, json: Json = False, quiet: Quiet = False) -> None:
     start_time = time.monotonic()
     with progress.Bar("fetched", "bytes", quiet) as bar:
         catalogue.fetch(name, lambda done, total: bar.reach(done, total or done))
-    data = views_results.fetched(corpus, time.monotonic() - start_time, f"gpt train {shlex.quote(name)}")
+    data = json_results.fetched(corpus, time.monotonic() - start_time, f"gpt train {shlex.quote(name)}")
     render.json_line(data) if json else render_data.fetched(data)

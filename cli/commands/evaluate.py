@@ -9,7 +9,7 @@ from gpt.config.text import ReadConfig
 
 from .. import inputs
 from ..options import Base, Device, Dtype, Json, Model, Quiet, Threads, one_of, option, takes
-from ..show import progress, render, views_results
+from ..show import json_results, progress, render
 
 if TYPE_CHECKING:
     from gpt.insight.evaluate import Window
@@ -58,13 +58,13 @@ def evaluate(
         nonlocal scored
         scored += len(losses)
         if per_token:
-            for values in views_results.scored_tokens(window, losses, loaded.tokenizer):
+            for values in json_results.scored_tokens(window, losses, loaded.tokenizer):
                 render.json_line(values)
         display(events.Progress("scored", scored, total, "tokens"))
 
     with progress.TrainDisplay(quiet) as display:
         result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size, not per_token)
     if json:
-        render.json_line(views_results.evaluation(result))
+        render.json_line(json_results.evaluation(result))
     elif not per_token:
         render.evaluation(result, quiet)

@@ -6,7 +6,7 @@ from gpt.config.export import ExportConfig
 
 from .. import inputs
 from ..options import Base, Device, Json, Model, Quiet, option, takes
-from ..show import progress, render, views_results
+from ..show import json_results, progress, render
 
 
 @takes(ExportConfig)
@@ -38,4 +38,4 @@ def export(
         exported = api.export(
             model, out, base=base, eval=eval, device=device, note=render.note, listen=display, **vars(settings)
         )
-    render.json_line(views_results.exported(exported)) if json else render.exported(exported)
+    render.json_line(json_results.exported(exported)) if json else render.exported(exported)

@@ -45,7 +45,7 @@ def attention(
     loaded = _load(model, device, json)
     from gpt.insight import inspect
 
-    from ..show import render_inspect, views
+    from ..show import json_inspect, render_inspect
 
     ids = loaded.tokenizer.prompt(words) if words else []  # Encode as for sampling.
     inspection = inspect.inspect_prompt(loaded.model, ids, loaded.tokenizer, layer, head)
@@ -55,8 +55,8 @@ def attention(
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,
-        data=lambda: views.attention_data(inspection, tokenizer, name, words),
-        page=lambda: views.attention_page(inspection, tokenizer, name),
+        data=lambda: json_inspect.attention_data(inspection, tokenizer, name, words),
+        page=lambda: json_inspect.attention_page(inspection, tokenizer, name),
         picture=lambda: plots.attention(inspection, tokenizer, name),
         terminal=lambda: render_inspect.attention(inspection, tokenizer),
     )  # fmt: skip
@@ -77,10 +77,10 @@ def neighbors(
     gpt inspect neighbors king queen
     """
     embeddings, name = _load_embeddings(count, model, out, json)
-    from ..show import views
+    from ..show import json_inspect
 
-    data = views.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
-    groups = [views.near_group(entry["word"].strip(), [entry], entry["neighbors"]) for entry in data["words"]]
+    data = json_inspect.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
+    groups = [json_inspect.near_group(entry["word"].strip(), [entry], entry["neighbors"]) for entry in data["words"]]
     _show_near(data, "Neighbours", name, groups, out, json)
 
 
@@ -103,12 +103,12 @@ def analogy(
 
     parsed = parse_analogy(words)
     embeddings, name = _load_embeddings(count, model, out, json)
-    from ..show import views
+    from ..show import json_inspect
 
     terms = [(sign, embeddings.find(word)) for sign, word in parsed]
-    data = views.analogy_data(terms, count, embeddings, name)
+    data = json_inspect.analogy_data(terms, count, embeddings, name)
     title = " ".join(f"{'+' if sign > 0 else '−'} {word.text.strip()}" for sign, word in terms).removeprefix("+ ")
-    group = views.near_group(title, data["terms"], data["nearest"])
+    group = json_inspect.near_group(title, data["terms"], data["nearest"])
     _show_near(data, "Analogy", name, [group], out, json)
 
 
@@ -122,13 +122,13 @@ def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
     loaded = _load(model, "cpu", json)
     from gpt.insight import inspect
 
-    from ..show import render_inspect, views
+    from ..show import json_inspect, render_inspect
 
     name, position_info = str(loaded.path), inspect.positions(loaded.model)
     page.show(
         "positions", f"positions: {name}", out, json,
-        data=lambda: views.positions_data(position_info, name),
-        page=lambda: views.positions_page(position_info, name),
+        data=lambda: json_inspect.positions_data(position_info, name),
+        page=lambda: json_inspect.positions_page(position_info, name),
         picture=lambda: plots.positions(position_info, name),
         terminal=lambda: render_inspect.positions(position_info),
     )  # fmt: skip

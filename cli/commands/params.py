@@ -14,7 +14,7 @@ from gpt.model.params import breakdown
 from gpt.system.errors import UserError, did_you_mean
 
 from ..options import Json, OutPage, option, takes
-from ..show import page, render, render_params, views_params
+from ..show import json_params, page, render, render_params
 
 
 @takes(PlanConfig)
@@ -48,11 +48,11 @@ def params(
         conflict = targets[0] if targets else f"--{next(iter(overrides))}".replace("_", "-")
         raise UserError(f"--list shows all presets, but {conflict} asks for a single shape", "leave one of them out")
     if list_all and out is None:
-        render.json_line(*views_params.presets(PRESETS)) if json else render_params.presets(PRESETS)
+        render.json_line(*json_params.presets(PRESETS)) if json else render_params.presets(PRESETS)
         return
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
     shapes = [_find_shape(target, {} if list_all else overrides) for target in selected]
-    costs = [views_params.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
+    costs = [json_params.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
     if json:
         for shape, cost in zip_longest(shapes, costs):
             render.json_line({**shape.data(), **(cost.data() if cost else {})})
@@ -66,7 +66,7 @@ def params(
             render_params.cost(cost, shape.name if len(shapes) > 1 else "")
 
 
-def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.Shape:
+def _find_shape(target: str | None, overrides: dict[str, Any]) -> json_params.Shape:
     """Returns the shape of ``target`` with ``overrides``. Without ``target``, uses only the overrides."""
     changes = dict(overrides)
     if arch := changes.pop("arch", None):
@@ -77,7 +77,7 @@ def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.S
             message = f"without a preset, {', '.join(missing)} are required"
             raise UserError(message, "or name a preset: gpt params --list")
         config = GPTConfig(**{"vocab_size": GPT2_VOCAB, "block_size": 1024, **changes})
-        return views_params.Shape("custom", config, breakdown(config))
+        return json_params.Shape("custom", config, breakdown(config))
     from gpt.system.files import reading, suggest_name
 
     with reading(Path(target)):
@@ -98,4 +98,4 @@ def _find_shape(target: str | None, overrides: dict[str, Any]) -> views_params.S
         changes["window_layers"] = tuple(layer for layer in layers if windows[layer % len(windows)])
     config = replace(config, **changes)
     note = PRESETS[target].note if target in PRESETS and not overrides else ""
-    return views_params.Shape("custom" if overrides else target, config, breakdown(config), note)
+    return json_params.Shape("custom" if overrides else target, config, breakdown(config), note)

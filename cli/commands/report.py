@@ -33,13 +33,13 @@ def report(
     """
     page.check_out(out, ".html")
     run_reports = _read_reports(runs, quiet)
-    from ..show import render_report, views_report
+    from ..show import json_report, render_report
 
     if json:
-        render.json_line(*map(views_report.report_data, run_reports))
+        render.json_line(*map(json_report.report_data, run_reports))
     if out is not None:
         title = ", ".join(run_report.name for run_report in run_reports)
-        page.write(out, page.html("report", f"report: {title}", views_report.report_page(run_reports)), json)
+        page.write(out, page.html("report", f"report: {title}", json_report.report_page(run_reports)), json)
     elif not json:
         render_report.reports(run_reports)
 

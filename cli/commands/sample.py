@@ -13,7 +13,7 @@ from gpt.system.words import counted
 
 from .. import inputs
 from ..options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
-from ..show import progress, render, views_results
+from ..show import json_results, progress, render
 from .interactive import UNUSED, converse, resolve_constraint
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def _collect_samples(
 ) -> Iterator[dict[str, Any]]:
     for piece in pieces:
         if piece.sample is not None:
-            yield views_results.sample(piece, texts[piece.prompt], seed, loaded.tokenizer)
+            yield json_results.sample(piece, texts[piece.prompt], seed, loaded.tokenizer)
 
 
 def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | None) -> list[str]:

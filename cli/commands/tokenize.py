@@ -11,7 +11,7 @@ from gpt.config.text import TokenizeConfig
 
 from .. import inputs
 from ..options import Json, Quiet, takes
-from ..show import progress, render, render_data, views_results
+from ..show import json_results, progress, render, render_data
 
 
 @takes(TokenizeConfig)
@@ -39,5 +39,5 @@ def tokenize(
             folder = tokenize_texts(text, settings, display)
     finally:
         Skipped.limit = limit
-    data = views_results.tokens(folder, time.perf_counter() - start_time, is_resumed)
+    data = json_results.tokens(folder, time.perf_counter() - start_time, is_resumed)
     render.json_line(data) if json else render_data.tokens(folder, data)

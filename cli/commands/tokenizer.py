@@ -12,7 +12,7 @@ from gpt.system.files import check_new
 
 from .. import inputs
 from ..options import Json, Model, Out, Quiet, TextFile, option, takes
-from ..show import page, plots, progress, render, render_data, terminal, views_results
+from ..show import json_results, page, plots, progress, render, render_data, terminal
 
 if TYPE_CHECKING:
     from gpt.tokenizers.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def train(
         tokenizer, sample = vocabulary.train(text, settings, special or (), display)
     saving.save_tokenizer(tokenizer, out)
     seconds = time.perf_counter() - start_time
-    data = views_results.trained_tokenizer(tokenizer, out, sample.bytes_taken, sample.bytes_seen, seconds)
+    data = json_results.trained_tokenizer(tokenizer, out, sample.bytes_taken, sample.bytes_seen, seconds)
     render.json_line(data) if json else render_data.trained_tokenizer(data)
 
 
@@ -81,7 +81,7 @@ def show(
         with progress.TrainDisplay(quiet) as display:
             usage = vocabulary.usage(loaded, text, settings, display)
     if json:
-        render.json_line(views_results.vocabulary(loaded, longest, usage))
+        render.json_line(json_results.vocabulary(loaded, longest, usage))
     else:
         render_data.vocabulary(loaded, longest, usage)
 
@@ -115,7 +115,7 @@ def encode(
         return
     from ..show import render_inspect
 
-    data = views_results.encoded(words, ids, loaded, name)
+    data = json_results.encoded(words, ids, loaded, name)
     page.show(
         "tokens", f"tokens: {name}", out, json,
         data=lambda: data,

@@ -13,7 +13,7 @@ from gpt.parallel import environment
 
 from .. import inputs, processes
 from ..options import Json, Quiet, config_file, option, takes
-from ..show import progress, render, terminal, views_results
+from ..show import json_results, progress, render, terminal
 
 
 @takes(TrainConfig)
@@ -66,4 +66,4 @@ def train(
             result = run.resume(resume or None, given, text or [], display, start_time)
     if environment.rank():
         return
-    render.json_line(views_results.result(result)) if json else render.result(result, quiet)
+    render.json_line(json_results.result(result)) if json else render.result(result, quiet)

@@ -12,7 +12,7 @@ from rich.text import Text
 from gpt.config.events import format_seconds
 from gpt.system.words import counted
 
-from . import render, terminal, views_results
+from . import json_results, render, terminal
 
 if TYPE_CHECKING:
     from gpt.corpus.repeats import Listing
@@ -58,7 +58,7 @@ def corpora(entries: "Sequence[CatalogueEntry]") -> None:
     for at in (0, 2, 4):
         table.columns[at].no_wrap = True
     for entry in entries:
-        status = views_results.status(entry)
+        status = json_results.status(entry)
         table.add_row(entry.name, entry.title, format_size(entry.size), entry.license, status)
     render.show(table, Text("gpt data show NAME prints details; gpt train NAME downloads missing files.", "dim"))
 

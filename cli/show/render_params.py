@@ -11,7 +11,7 @@ from gpt.model.params import Breakdown, count_attended
 from gpt.model.params import breakdown as count
 
 from . import render
-from .views_params import Cost, Shape
+from .json_params import Cost, Shape
 
 BAR_WIDTH = 20  # Width of the longest bar, in columns.
 NORMS = {"layernorm": "LayerNorms, γ and β", "rmsnorm": "RMSNorms, γ"}

@@ -30,7 +30,7 @@ MAIN_SETTINGS = (  # Settings to print for a single run.
 
 def reports(run_reports: "Sequence[Report]") -> None:
     """Prints runs' results, curves, settings, samples and copied spans."""
-    from .views_report import comparable_runs, warn_of_texts
+    from .json_report import comparable_runs, warn_of_texts
 
     console = terminal.stdout()
     runs, unit = comparable_runs(run_reports, POINTS)
@@ -55,7 +55,7 @@ def reports(run_reports: "Sequence[Report]") -> None:
 
 
 def _charts(runs: Sequence[dict[str, Any]], run_reports: "Sequence[Report]", unit: str) -> list[Chart]:
-    from .views_report import describe_smoothing, limit_losses, time_unit
+    from .json_report import describe_smoothing, limit_losses, time_unit
 
     charts = [_loss_chart(runs, unit, *describe_smoothing(run_reports, POINTS))]
     if len(runs) > 1:
@@ -79,7 +79,7 @@ def _charts(runs: Sequence[dict[str, Any]], run_reports: "Sequence[Report]", uni
 
 def _loss_chart(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None) -> Chart:
     """Returns the chart of smoothed and held-out losses, and of a single run's raw losses in a pale colour."""
-    from .views_report import smooth_losses
+    from .json_report import smooth_losses
 
     series, several = [], len(runs) > 1
     for index, run in enumerate(runs):

@@ -1,4 +1,4 @@
-"""Extracts the text of documents in a separate process (`gpt.documents.document_process`) with limits on time, memory
+"""Extracts the text of documents in a separate process (`gpt.documents.document_readers`) with limits on time, memory
 and size, because documents can be hostile."""
 
 import contextlib
@@ -32,7 +32,7 @@ MAX_BYTES = 2**28  # Bytes of a file, and of what is unpacked from it.
 MAX_CHARACTERS = 2**26  # Characters of its text.
 MEMORY_LIMIT = 2**30  # Bytes for the whole process.
 SECONDS, RATE = 60, 2**20  # Limit of 60 s plus 1 s per MiB.
-PROGRAM = Path(__file__).with_name("document_process.py")
+PROGRAM = Path(__file__).with_name("document_readers.py")
 _SETTINGS = {
     "memory": MEMORY_LIMIT, "longest": MAX_CHARACTERS, "unpacked": MAX_BYTES, "seconds": SECONDS, "rate": RATE,
 }  # fmt: skip

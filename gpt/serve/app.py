@@ -19,9 +19,9 @@ from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
 from gpt.serve.choices import Prompt, read_prompt
-from gpt.serve.guard import Guard, error_response
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
 from gpt.serve.inspection import inspect
+from gpt.serve.origins import Guard, error_response
 from gpt.serve.protocol import (
     ApiError,
     ChatPrompt,

@@ -153,7 +153,7 @@ def test_other_unknown_names_get_the_usual_error(gpt: Gpt) -> None:
 def test_hints_name_existing_options_and_commands(gpt: Gpt) -> None:
     """Hints name only options and commands that exist."""
     import typer
-    from gpt_cli import main, names
+    from gpt_cli import main, other_programs
 
     root = typer.main.get_command(main.make_app())
     commands: dict[str, Sequence[str]] = {}
@@ -161,9 +161,9 @@ def test_hints_name_existing_options_and_commands(gpt: Gpt) -> None:
         for subcommand in [command, *getattr(command, "commands", {}).values()]:
             commands[name] = [*commands.get(name, []), *(flag for param in subcommand.params for flag in param.opts)]
     known = {flag for flags in commands.values() for flag in flags}
-    assert {option for option in names._FOREIGN_OPTIONS if option not in known} == set()
-    assert not {*names.COMMANDS} & {*commands}
-    for hint in names.COMMANDS.values():
+    assert {option for option in other_programs._FOREIGN_OPTIONS if option not in known} == set()
+    assert not {*other_programs.COMMANDS} & {*commands}
+    for hint in other_programs.COMMANDS.values():
         for word in hint.replace(",", " ").split("gpt ")[1:]:
             assert word.split()[0] in {*commands, "--version", "--help", "COMMAND"}, hint
 

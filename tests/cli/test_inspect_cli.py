@@ -160,9 +160,9 @@ def test_invalid_inspect_arguments_are_errors(
 
 
 def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gpt_cli.show import views
+    from gpt_cli.show import json_inspect
 
-    monkeypatch.setattr(views, "MAX_PAGE_BYTES", 100)
+    monkeypatch.setattr(json_inspect, "MAX_PAGE_BYTES", 100)
     result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
     one_line_of_what_and_what_next(result, "the page would contain")
     assert not Path("a.html").exists()

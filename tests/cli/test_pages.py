@@ -11,8 +11,8 @@ import pytest
 import torch
 from colours import contrast
 from conftest import Gpt, make_text
+from gpt_cli.show import json_inspect, ticks
 from gpt_cli.show import page as pages
-from gpt_cli.show import ticks, views
 
 import gpt as library
 from gpt.config.model import PRESETS, GPTConfig
@@ -220,7 +220,7 @@ def test_attention_page_of_a_large_model_is_small_and_fast(open_page: Any, workd
     tokenizer = bytes_tokenizer()
     object.__setattr__(tokenizer, "decode_bytes", lambda ids: b"%d" % ids[0])
     look = inspect.inspect_prompt(model, list(range(128)), tokenizer)
-    Path("big.html").write_bytes(pages.html("attention", "big", views.attention_page(look, tokenizer, "big")))
+    Path("big.html").write_bytes(pages.html("attention", "big", json_inspect.attention_page(look, tokenizer, "big")))
     assert Path("big.html").stat().st_size < 5e6
     page = open_page(Path("big.html"))
     draw_time = (
@@ -234,7 +234,7 @@ def test_sliding_window_is_shown(open_page: Any, workdir: Path) -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, 16, 2, 4, 32, n_kv_head=2, window=3)).eval()
     look = inspect.inspect_prompt(model, list(b"a band here"), bytes_tokenizer())
-    Path("w.html").write_bytes(pages.html("attention", "w", views.attention_page(look, bytes_tokenizer(), "w")))
+    Path("w.html").write_bytes(pages.html("attention", "w", json_inspect.attention_page(look, bytes_tokenizer(), "w")))
     page = open_page(Path("w.html"))
     assert page.locator(".heads .label").all_inner_texts() == ["all", "layer 0", "layer 1, window 3"]
     page.click('button[data-layer="1"][data-head="2"]')
@@ -338,7 +338,7 @@ def test_pages_fit_the_window_and_scroll_with_the_keyboard(
     torch.manual_seed(0)
     model = GPT(GPTConfig(257, 32, 2, 8, 32)).eval()
     look = inspect.inspect_prompt(model, list(b"The king is dead, long live \xff"), bytes_tokenizer())
-    Path("a.html").write_bytes(pages.html("attention", "a", views.attention_page(look, bytes_tokenizer(), "a")))
+    Path("a.html").write_bytes(pages.html("attention", "a", json_inspect.attention_page(look, bytes_tokenizer(), "a")))
     assert gpt("report", *two_runs, "-o", "r.html").code == 0
     assert gpt("params", "gpt2", "gpt3-175b", "-o", "p.html").code == 0
     assert gpt("inspect", "neighbors", "cat", "-m", two_runs[0], "-o", "n.html").code == 0

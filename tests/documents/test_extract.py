@@ -14,7 +14,7 @@ import reading
 from reading import assert_rejected, source
 
 from gpt.config.text import ReadConfig
-from gpt.documents import document_process as program
+from gpt.documents import document_readers as program
 from gpt.documents import extract
 from gpt.documents.documents import Reader
 from gpt.documents.sources import find

@@ -299,7 +299,7 @@ def test_invalid_curves_are_errors(tmp_path: Path, lines: str, message: str, mon
 
 
 def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: list[Path]) -> None:
-    from gpt_cli.show.views_report import report_page
+    from gpt_cli.show.json_report import report_page
 
     Path("peer.jsonl").write_text(CURVE_LINE)
     one, two, peer = (report.report(Path(name)) for name in ("one", "two", "peer.jsonl"))
@@ -340,7 +340,7 @@ def test_terminal_report_compares_runs_with_other_programs(gpt: Gpt, two_runs: l
 
 
 def test_time_unit_depends_on_duration() -> None:
-    from gpt_cli.show.views_report import time_unit
+    from gpt_cli.show.json_report import time_unit
 
     def run(seconds: float) -> report.Report:
         return report.Report(Path("r"), RunRecord(), history_of(replace(step_event(1), seconds=seconds)), None)
@@ -384,7 +384,7 @@ def test_charts_show_gaps_and_draw_pale_curves_first() -> None:
 
 
 def test_smoothing_is_a_moving_average() -> None:
-    from gpt_cli.show.views_report import smooth_losses
+    from gpt_cli.show.json_report import smooth_losses
 
     losses = [float(x * x % 17) for x in range(150)]
     smooth = smooth_losses(losses)

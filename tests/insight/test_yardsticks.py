@@ -207,7 +207,7 @@ def test_eval_compares_with_the_runs_training_text(
 
 
 def test_report_has_yardsticks_in_nats(gpt: Gpt, two_runs: list[Path]) -> None:
-    from gpt_cli.show.views_report import report_page
+    from gpt_cli.show.json_report import report_page
 
     one = report.report(Path("one"))
     assert one.yardsticks is not None

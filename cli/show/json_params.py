@@ -10,7 +10,7 @@ from gpt.model.memory import count_saved_bytes
 from gpt.model.params import Breakdown, breakdown, cache_bytes, flops_per_token, flops_sampled, nearest_preset
 from gpt.model.plan import TrainingPlan, plans, trained_tokens
 
-from .views_results import pick
+from .json_results import pick
 
 GPT3_FLOPS = 6  # FLOPs per parameter and token in the GPT-3 paper, which ignores attention scores.
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from gpt.insight.report import Report, find_differing_settings, finite
 
 from . import ticks
-from .views_results import Tree, pick
+from .json_results import Tree, pick
 
 POINTS = 1000  # Maximum points per curve on a page.
 
