@@ -205,7 +205,7 @@ def _cell(section: Section, cells: Sequence[str], column: str) -> str:
 _STEP = "Training: speed of a step, bfloat16"
 _LOSS = "Training: held-out loss in a given time"
 _GPU = "Training on a GPU"
-_ONE = "Decoding, gpt2: one text"
+_DECODE = "Decoding compared with llama.cpp: smollm2, threads: 2"
 FIGURES = (
     Figure(
         "Training step, 10.7 M parameters, AdamW, compiled, two CPU cores", _STEP, "tokens/s",
@@ -227,16 +227,16 @@ FIGURES = (
         ["GPT-2 124M", "1", "yes"],
     ),
     Figure(
-        "Decoding one text, GPT-2 124M, float32, two CPU cores", _ONE, "`gpt`, tokens/s",
-        ["float32", "llama.cpp F32"], "llama.cpp", ["float32", "llama.cpp F32"], "peer, tokens/s",
+        "Decoding one text, SmolLM2-135M, float32, two CPU cores", _DECODE, "`gpt`, tokens/s",
+        ["float32, F32", "one text"], "llama.cpp", ["float32, F32", "one text"], "llama.cpp, tokens/s",
     ),
     Figure(
-        "Decoding one text, GPT-2 124M, int8, two CPU cores", _ONE, "`gpt`, tokens/s",
-        ["int8", "llama.cpp Q8_0"], "llama.cpp, Q8_0", ["int8", "llama.cpp Q8_0"], "peer, tokens/s",
+        "Decoding one text, SmolLM2-135M, int8, two CPU cores", _DECODE, "`gpt`, tokens/s",
+        ["int8, Q8_0", "one text"], "llama.cpp, Q8_0", ["int8, Q8_0", "one text"], "llama.cpp, tokens/s",
     ),
     Figure(
-        "Serving 32 clients, SmolLM2-135M, float32, two CPU cores", "Serving: SmolLM2-135M on two threads", "tokens/s",
-        ["`gpt serve`, float32", "32"], "llama.cpp", ["llama.cpp, float32", "32"],
+        "Serving 32 clients, SmolLM2-135M, int8, two CPU cores", _DECODE, "`gpt`, tokens/s",
+        ["int8, Q8_0", "32 texts"], "llama.cpp, Q8_0", ["int8, Q8_0", "32 texts"], "llama.cpp, tokens/s",
     ),
     Figure(
         "Tokenizing 64 MB with GPT-2's vocabulary, two CPU cores", "Tokenizing", "MB/s",
