@@ -52,7 +52,7 @@ def remove(
     from gpt.insight.report import summarize
     from gpt.runs import folder
 
-    runs = [path if len(path.parts) > 1 else Path(folder.RUNS, path) for path in map(Path, names)]
+    runs = [path if len(path.parts) > 1 else Path(folder.RUNS, path) for path in map(Path, dict.fromkeys(names))]
     for run in runs:
         folder.check_run(run)
     size = render_data.format_size(sum(summarize(run).bytes for run in runs))

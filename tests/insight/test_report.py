@@ -411,5 +411,5 @@ def test_runs_are_listed_and_deleted(gpt: Gpt, workdir: Path) -> None:
     assert "there is no run runs/d" in gpt("runs", "rm", "a", "d", "--yes").err
     with locked(Path("runs/a"), ""):
         assert "another process is writing" in gpt("runs", "rm", "a", "--yes").err
-    gpt("runs", "rm", "a", "runs/b", "--yes")
+    gpt("runs", "rm", "a", "runs/b", "a", "--yes")
     assert [path.name for path in Path("runs").iterdir()] == ["c"]
