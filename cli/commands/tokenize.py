@@ -33,11 +33,7 @@ def tokenize(
     from gpt.corpus.tokenize import tokenize_texts
     from gpt.documents.documents import Skipped
 
-    limit, Skipped.limit = Skipped.limit, sys.maxsize if json else Skipped.limit
-    try:
-        with progress.TrainDisplay(quiet) as display:
-            folder = tokenize_texts(text, settings, display)
-    finally:
-        Skipped.limit = limit
+    with progress.TrainDisplay(quiet) as display:
+        folder = tokenize_texts(text, settings, display, sys.maxsize if json else Skipped.limit)
     data = json_results.tokens(folder, time.perf_counter() - start_time, is_resumed)
     render.json_line(data) if json else render_data.tokens(folder, data)

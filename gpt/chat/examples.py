@@ -323,9 +323,8 @@ def read_examples(
     hint = f"give {kind.form}, one per line"
     if not texts:
         raise UserError(f"{kind.option} needs a TEXT", hint)
-    reader = Reader(config)
-    reader.skipped = Skipped(note)
-    train_sources, val_sources = find_sources(texts, config, reader.skipped, note)
+    reader = Reader(config, Skipped(config.skip_bad, note))
+    train_sources, val_sources = find_sources(texts, config, reader.skipped)
     train, records = _read(reader, kind, train_sources)
     held_out, val_records = _read(reader, kind, val_sources)
     if not train:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from gpt.config import events
 from gpt.config.text import ReadConfig, TextConfig
 from gpt.corpus.shards import Side
-from gpt.documents.documents import MIN_FIRST_CHUNK, Chunk, OnNote, Reader, Skipped, is_plain, utf8_size
+from gpt.documents.documents import MIN_FIRST_CHUNK, Chunk, Reader, Skipped, is_plain, utf8_size
 from gpt.documents.download import OnBytes, ignore
 from gpt.documents.sources import find, find_published_held_out, identity, run_name
 from gpt.documents.unpack import Source, open_source
@@ -274,8 +274,11 @@ class Corpus:
         return digest.hexdigest()
 
 
-def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None) -> Corpus:
-    """Finds the sources and plans the split. ``listen`` receives notes and download progress.
+def open_corpus(
+    texts: Sequence[str], config: TextConfig, listen: Listener = lambda event: None, named: int = Skipped.limit
+) -> Corpus:
+    """Finds the sources and plans the split. ``listen`` receives notes, with the names of at most ``named`` skipped
+    files, and download progress.
 
     Raises `UserError` for invalid or too short text.
     """
@@ -288,8 +291,8 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
     def note(text: str) -> None:
         listen(events.Note(text))
 
-    skipped = Skipped(note)
-    train_sources, val_sources = find_sources(texts, config, skipped, note, on_bytes)
+    skipped = Skipped(config.skip_bad, note, named)
+    train_sources, val_sources = find_sources(texts, config, skipped, on_bytes)
     if skipped.count:
         note(f"skipped {counted(skipped.count, 'unreadable file or folder', 'unreadable files and folders')}")
     text_size = survey(train_sources, read_config)
@@ -312,17 +315,16 @@ def open_corpus(texts: Sequence[str], config: TextConfig, listen: Listener = lam
 
 
 def find_sources(
-    texts: Sequence[str], config: TextConfig, skipped: Skipped, note: OnNote, on_bytes: OnBytes = ignore
+    texts: Sequence[str], config: TextConfig, skipped: Skipped, on_bytes: OnBytes = ignore
 ) -> tuple[list[Source], list[Source]]:
     """Returns the sources of the training text and of a separate held-out text. A file in both is held out. Raises
     `UserError` if none is left to train on."""
-    skips = skipped if config.skip_bad else None
-    sources = find(texts, skips, on_bytes, note)
+    sources = find(texts, skipped, on_bytes)
     val_sources: list[Source] = []
     if config.val_text is not None:
-        val_sources = find([config.val_text], skips, on_bytes, note)
+        val_sources = find([config.val_text], skipped, on_bytes)
         if config.val_fraction != TextConfig.val_fraction:
-            note("--val-fraction has no effect with --val-text")
+            skipped.note("--val-fraction has no effect with --val-text")
     elif config.val_fraction == TextConfig.val_fraction:
         val_sources = find_published_held_out(texts, on_bytes)
     held_out = {identity(source) for source in val_sources}
@@ -332,7 +334,7 @@ def find_sources(
     if len(remaining) < len(sources):
         count = len(sources) - len(remaining)
         subject = f"{counted(count, 'file')} of --val-text {'are' if count != 1 else 'is'} also in TEXT"
-        note(f"{subject}: held out, not trained on")
+        skipped.note(f"{subject}: held out, not trained on")
     return remaining, val_sources
 
 

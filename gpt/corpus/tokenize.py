@@ -41,10 +41,12 @@ BATCH = 2**19  # Target size of a batch in characters.
 BATCH_TEXTS = 4096  # Maximum number of texts in a batch.
 
 
-def read_batches(corpus: Corpus, tokenizer: Tokenizer, groups: Sequence[Group], listen: Listener) -> Iterator[Batch]:
+def read_batches(
+    corpus: Corpus, tokenizer: Tokenizer, groups: Sequence[Group], listen: Listener, named: int
+) -> Iterator[Batch]:
     """Yields the text after the finished ``groups`` in batches."""
-    reader, specials = Reader(corpus.reading), tokenizer.special_pattern()
-    reader.skipped = Skipped(lambda text: listen(events.Note(text)))
+    skipped = Skipped(corpus.reading.skip_bad, lambda text: listen(events.Note(text)), named)
+    reader, specials = Reader(corpus.reading, skipped), tokenizer.special_pattern()
     first, texts_done = (groups[-1].source, groups[-1].texts_read) if groups else (0, 0)
     *starts, total = accumulate((source.size for source in corpus.sources), initial=0)
 
@@ -158,9 +160,15 @@ def _single_threaded_library() -> Iterator[None]:
             os.environ[name] = old_value
 
 
-def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listener = lambda event: None) -> TokenFolder:
-    """Tokenizes files, folders, URLs or named corpora into ``config.out``. Raises the errors of `tokenize`, and
-    `UserError` if the folder exists and ``config.resume`` is not set."""
+def tokenize_texts(
+    texts: Sequence[str],
+    config: TokenizeConfig,
+    listen: Listener = lambda event: None,
+    named: int = Skipped.limit,
+) -> TokenFolder:
+    """Tokenizes files, folders, URLs or named corpora into ``config.out``. ``listen`` receives the names of at most
+    ``named`` skipped files. Raises the errors of `tokenize`, and `UserError` if the folder exists and
+    ``config.resume`` is not set."""
     if config.out is None:
         raise UserError("where should the tokens go?", "name a new folder: gpt tokenize TEXT -o DIR")
     out = Path(config.out)
@@ -168,14 +176,14 @@ def tokenize_texts(texts: Sequence[str], config: TokenizeConfig, listen: Listene
         is_resumed = config.resume and out.is_dir()
     if not is_resumed:
         check_new(out, "choose another --out; if it is unfinished, --resume continues it")
-    corpus = open_corpus(texts, config, listen)
+    corpus = open_corpus(texts, config, listen, named)
     if is_resumed:
         tokenizer = unfinished_folder.check_resumable(out, corpus)
         if (out / MANIFEST).exists():
             return TokenFolder(out)
     else:
         tokenizer = tokenizer_for(corpus, config, lambda text: listen(events.Note(text)))
-    folder = tokenize(corpus, tokenizer, out, config.jobs, listen)
+    folder = tokenize(corpus, tokenizer, out, config.jobs, listen, named)
     for line in repeats.notes(folder):
         listen(events.Note(line))
     return folder
@@ -187,6 +195,7 @@ def tokenize(
     out: Path,
     jobs: int | None = None,
     listen: Listener = lambda event: None,
+    named: int = Skipped.limit,
 ) -> TokenFolder:
     """Creates the token folder ``out``, or resumes it if it was started with the same text and settings. Finished
     shards survive errors. Raises `UserError` for unreadable text or if another process has locked ``out``, `WorkError`
@@ -199,7 +208,7 @@ def tokenize(
             stack.enter_context(unfinished_folder.locked(out))
             groups = unfinished_folder.read_progress(out, about)
         stop = stack.enter_context(_interruptible(out, groups))
-        batches = read_batches(corpus, tokenizer, groups, listen)
+        batches = read_batches(corpus, tokenizer, groups, listen, named)
         stream = _encode_batches(tokenizer, batches, min(jobs or cores(), cores()))
         stack.enter_context(contextlib.closing(stream))
         first_batches = list(islice(stream, 1))

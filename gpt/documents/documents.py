@@ -9,10 +9,10 @@ import contextlib
 import io
 import re
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from gpt.config.text import ReadConfig
 from gpt.documents import formats
@@ -21,12 +21,10 @@ from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text
 from gpt.documents.unpack import (
     MEMBERS,
     UNPACK,
-    ByteStream,
     OnBytes,
     PackedFile,
     Source,
     StreamError,
-    damage_error,
     open_seekable,
     open_source,
     temporary_file_errors,
@@ -53,14 +51,17 @@ OnNote = Callable[[str], None]
 @dataclass
 class Skipped:
     """The number of files, members, lines and rows skipped by ``--skip-bad``. ``note`` is called with the first
-    errors."""
+    ``limit`` errors."""
 
-    limit: ClassVar[int] = 10  # How many skipped items are named.
+    skip_bad: bool = False
     note: OnNote = lambda note: None
+    limit: int = 10
     count: int = 0
 
     def add(self, error: UserError) -> None:
-        """Counts an error."""
+        """Counts an error. Raises it without ``skip_bad``, and always if a package is missing."""
+        if not self.skip_bad or isinstance(error, WorkError):
+            raise error
         self.count += 1
         if self.count <= self.limit:
             self.note(f"skipped: {error.message}")
@@ -132,13 +133,13 @@ RECORD_FORMATS: dict[str, type[Records[Any]]] = {
 class Reader:
     """Reads documents or records according to a `ReadConfig`. Counts replaced bytes and skipped items."""
 
-    def __init__(self, config: ReadConfig) -> None:
+    def __init__(self, config: ReadConfig, skipped: Skipped | None = None) -> None:
         if config.split_on is not None and "\n" in config.split_on:
             raise UserError("--split-on contains a line break", "give a single line without the line break")
         self.config = config
         self._encoding = TextEncoding(config.encoding, config.errors)
         self._utf8 = TextEncoding("utf-8", config.errors)  # For formats that are always UTF-8.
-        self.skipped = Skipped()
+        self.skipped = skipped or Skipped(config.skip_bad)
         self._extractor = Extractor()
 
     @property
@@ -176,12 +177,7 @@ class Reader:
         except UserError as error:
             if isinstance(error, StreamError) and not error.name.startswith(name):
                 raise
-            self._skip_or_raise(error)
-
-    def _skip_or_raise(self, error: UserError) -> None:
-        if not self.config.skip_bad or isinstance(error, WorkError):
-            raise error
-        self.skipped.add(error)
+            self.skipped.add(error)
 
     def _unpack(self, file: PackedFile, read: ReadFile[T]) -> Iterator[T]:
         if file.depth > MAX_DEPTH:
@@ -217,11 +213,8 @@ class Reader:
     def _read_records(self, form: RecordForm[Value], file: PackedFile, ending: str) -> Iterator[Value]:
         encoding = self._utf8 if ending == ".parquet" else self._encoding
         with open_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
-            if encoding.is_wide:  # Splitting bytes into lines requires UTF-8.
-                blocks = (block.encode() for block in encoding.blocks(file.name, stream))
-                stream, encoding = ByteStream(_BlockStream(blocks), partial(damage_error, file.name)), self._utf8
             record_type = RECORD_FORMATS.get(ending, formats.JSONLines)
-            yield from record_type(file.name, stream, form, encoding, self._skip_or_raise).values()
+            yield from record_type(file.name, stream, form, encoding, self.skipped.add).values()
 
     def _read_plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of plain-text documents, and None after each complete document."""
@@ -261,20 +254,6 @@ def _normalize_line_breaks(blocks: Iterable[str]) -> Iterator[str]:
     decoder = io.IncrementalNewlineDecoder(None, translate=True)
     yield from map(decoder.decode, blocks)
     yield decoder.decode("", final=True)
-
-
-class _BlockStream:
-    """A file object over blocks of bytes."""
-
-    def __init__(self, blocks: Generator[bytes, None, None]) -> None:
-        self.blocks = blocks
-        self.close = blocks.close
-        self.buffer = b""
-
-    def read(self, size: int, /) -> bytes:
-        block = self.buffer or next(self.blocks, b"")
-        self.buffer = block[size:]
-        return block[:size]
 
 
 def _normalize_name(name: str) -> str:

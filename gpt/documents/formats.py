@@ -198,7 +198,9 @@ MAX_JSON = 2**28  # Maximum characters of a JSON file, which is read whole.
 ROWS = 64  # Parquet rows per batch.
 _decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
 _NON_SPACE, _NON_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+# A byte that is no character is decoded to one of the surrogates U+DC80 to U+DCFF.
+_SURROGATE, _BAD_BYTES = re.compile("[\ud800-\udfff]"), re.compile("[\udc80-\udcff]+")
+_UNPAIRED = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 OnBad = Callable[[UserError], None]  # Raises the error or counts it.
 Raw = TypeVar("Raw")
@@ -265,29 +267,33 @@ class Records(Generic[Raw]):
                 record = self._parse(number, row)
                 if record is not None:
                     value = self.form.parse(record, partial(self._place, number))
-                    yield value if isinstance(value, str) and value.isascii() else self._without_surrogates(value)
+                    yield self._clean(value)
             except BadRecord as record_error:
                 self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
 
-    def _without_surrogates(self, value: Any) -> Any:
-        r"""Replaces unpaired surrogates (``"\ud800"``), which UTF-8 cannot encode, in strings and what contains them.
-        In strict mode, raises `BadRecord`."""
-        if isinstance(value, str) and not _SURROGATE.search(value):
-            return value
+    def _clean(self, value: Any) -> Any:
+        """Replaces bytes and unpaired surrogates that are no characters, in strings and what contains them. In strict
+        mode, raises `BadRecord`."""
+        if isinstance(value, str):
+            return value if value.isascii() or not _SURROGATE.search(value) else self._mend(value)
         if isinstance(value, list):
-            return list(map(self._without_surrogates, value))
+            return list(map(self._clean, value))
         if isinstance(value, dict):
-            return {key: self._without_surrogates(item) for key, item in value.items()}
+            return {key: self._clean(item) for key, item in value.items()}
         if is_dataclass(value) and not isinstance(value, type):
-            parts = {part.name: getattr(value, part.name) for part in fields(value)}
-            return replace(value, **self._without_surrogates(parts))
-        if not isinstance(value, str):
-            return value
-        if self.encoding.errors == "strict":
-            raise BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
-        value, count = _SURROGATE.subn("\ufffd", value)
-        self.encoding.replaced += count
+            return replace(value, **self._clean({part.name: getattr(value, part.name) for part in fields(value)}))
         return value
+
+    def _mend(self, value: str) -> str:
+        value, count = _UNPAIRED.subn("\ufffd", value)
+        self.encoding.replaced += count
+        if count and self.encoding.errors == "strict":
+            raise BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
+        try:
+            return _BAD_BYTES.sub(lambda run: self.encoding.decode(run[0].encode("ascii", "surrogateescape")), value)
+        except UnicodeDecodeError as error:
+            hint = self.encoding.hint_for(value.encode("utf-8", "surrogateescape")[:SAMPLE])
+            raise BadRecord(f"not {self.encoding.shown}: byte 0x{error.object[error.start]:02x}", hint) from None
 
     def _place(self, number: int) -> str:
         name = self.name.encode("utf-8", "backslashreplace").decode()  # File names can be invalid UTF-8.
@@ -300,35 +306,51 @@ class Records(Generic[Raw]):
         problem = f"longer than {MAX_RECORD:,} bytes"
         return self._error(number, problem, "split it into several, or use --skip-bad to skip it")
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
-        """Yields number and bytes of each line, including the line break."""
+    @contextlib.contextmanager
+    def _text(self) -> Iterator[io.TextIOWrapper]:
+        """Opens the text, with bytes that are no characters as surrogates, because records that are not read can have
+        them."""
         buffered = io.BufferedReader(self.stream, BUFFER)
-        number = 0
-        while line := buffered.readline(MAX_RECORD + 1):
-            number += 1
-            if number == 1:
-                self.encoding.check_bom(self.name, line)
-                if b"\r" in line.rstrip() and not line.endswith(b"\n"):
+        head = buffered.peek(SAMPLE)
+        self.encoding.check_bom(self.name, head[:SAMPLE])
+        if head.startswith(_BOM):  # Some editors put it before text in other encodings.
+            buffered.read(len(_BOM))
+        try:
+            yield io.TextIOWrapper(buffered, self.encoding.name, "surrogateescape", newline="\n")
+        except UnicodeError as error:  # UTF-16 and UTF-32 that are damaged.
+            hint = self.encoding.hint_for(b"")
+            raise UserError(f"{self.name} is not {self.encoding.shown}: {reason(error)}", hint) from None
+
+    def _lines(self) -> Iterator[tuple[int, str]]:
+        """Yields number and text of each line, including the line break."""
+        with self._text() as text:
+            number = 0
+            while line := text.readline(MAX_RECORD + 1):
+                number += 1
+                if number == 1 and "\r" in line.rstrip() and not line.endswith("\n"):
                     problem = "its lines end in carriage returns (\\r) without line feeds"
                     raise UserError(f"{self.name}: {problem}", "convert them: tr '\\r' '\\n' < FILE > NEW")
-            if len(line) <= MAX_RECORD:
-                yield number, line
-            else:
-                self.on_bad(self._too_long(number))
-                while line and not line.endswith(b"\n"):
-                    line = buffered.readline(MAX_RECORD)
+                if len(line) <= MAX_RECORD:
+                    yield number, line.lstrip("\ufeff")  # Each of several concatenated files can start with it.
+                else:
+                    self.on_bad(self._too_long(number))
+                    while line and not line.endswith("\n"):
+                        line = text.readline(MAX_RECORD)
 
 
-class JSONLines(Records[bytes]):
+class JSONLines(Records[str]):
     """JSON lines: one object per line."""
 
-    def _rows(self) -> Iterator[tuple[int, bytes]]:
+    def _rows(self) -> Iterator[tuple[int, str]]:
         return self._lines()
 
-    def _parse(self, number: int, row: bytes) -> dict[str, Any] | None:
-        row = row.removeprefix(_BOM)  # Concatenated files can each start with a byte-order mark.
-        text = _decode_bytes(row, self.encoding).lstrip("\ufeff").strip(" \t\r\n")
-        return _parse_object(text) if text else None
+    def _parse(self, number: int, row: str) -> dict[str, Any] | None:
+        row = row.strip(" \t\r\n")
+        try:
+            return _parse_object(row) if row else None
+        except BadRecord:
+            self._clean(row)  # The encoding can be the cause.
+            raise
 
 
 class JSONFile(Records[Any]):
@@ -337,14 +359,12 @@ class JSONFile(Records[Any]):
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
         self.json_hint = self.form.json_hint
-        parts, size = list[str](), 0
-        for block in self.encoding.blocks(self.name, self.stream):
-            parts.append(block)
-            size += len(block)
-            if size > MAX_JSON:
-                hint = "convert it to .jsonl, one object per line, which has no limit: jq -c '.[]' in.json > out.jsonl"
-                raise UserError(f"{self.name} has more than {MAX_JSON:,} characters of JSON", hint)
-        text, line, counted_to = "".join(parts), 1, 0
+        with self._text() as file:
+            text = file.read(MAX_JSON + 1).lstrip("\ufeff")
+        if len(text) > MAX_JSON:
+            hint = "convert it to .jsonl, one object per line, which has no limit: jq -c '.[]' in.json > out.jsonl"
+            raise UserError(f"{self.name} has more than {MAX_JSON:,} characters of JSON", hint)
+        line, counted_to = 1, 0
         match = _NON_SPACE.search(text)
         is_array = match is not None and match[0] == "["
         find_value = _NON_SPACE_OR_COMMA.search if is_array else _NON_SPACE.search
@@ -470,7 +490,10 @@ class Table(Records[list[str]]):
                 f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
                 f"{rule}; --skip-bad skips such rows",
             )
-        return {key: _decode_cell(row[column], self.encoding) for key, column in self._columns.items()} | self._unread
+        record = {key: row[column] for key, column in self._columns.items()}
+        if any("\0" in value for value in record.values()):
+            raise BadRecord("a zero byte is not text", "--skip-bad skips such rows")
+        return record | self._unread
 
     def _column_hint(self) -> str:
         for separator, plural in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
@@ -513,16 +536,10 @@ class Table(Records[list[str]]):
         """Returns the next line for the parser. Unlike a generator, this iterator can continue after an error."""
         self._last_line, line = next(self._remaining_lines)
         self._first_line = self._first_line or self._last_line
-        if not self._row_size:  # With concatenated files, a byte-order mark can precede any row.
-            line = line.removeprefix(_BOM)
-        # Only the selected fields must be valid, so the row keeps invalid bytes as surrogates.
-        text = line.decode(self.encoding.name, "surrogateescape")
-        if not self._row_size:
-            text = text.lstrip("\ufeff")  # Removes a byte-order mark in encodings other than UTF-8.
-        self._row_size += len(text)
+        self._row_size += len(line)
         if self._row_size > MAX_RECORD:
             raise self._too_long(self._last_line)
-        return text
+        return line
 
 
 class TSVTable(Table):
@@ -534,22 +551,6 @@ class TSVTable(Table):
 def _split_tabs(line: str) -> list[str]:
     line = line.removesuffix("\n").removesuffix("\r")
     return line.split("\t") if line else []
-
-
-def _decode_cell(value: str, encoding: TextEncoding) -> str:
-    if "\0" in value:
-        raise BadRecord("a zero byte is not text", "--skip-bad skips such rows")
-    if value.isascii() or not _SURROGATE.search(value):
-        return value
-    return _decode_bytes(value.encode(encoding.name, "surrogateescape"), encoding)
-
-
-def _decode_bytes(data: bytes, encoding: TextEncoding, hint: str | None = None) -> str:
-    try:
-        return encoding.decode(data)
-    except UnicodeDecodeError as error:
-        hint = hint or encoding.hint_for(data[:SAMPLE])
-        raise BadRecord(f"not {encoding.shown}: byte 0x{data[error.start]:02x}", hint) from None
 
 
 class Parquet(Records[tuple[Any, ...]]):
@@ -581,23 +582,21 @@ class Parquet(Records[tuple[Any, ...]]):
                 yield from enumerate((row for batch in columns for row in zip(*batch, strict=True)), 1)
 
     def _parse(self, number: int, row: tuple[Any, ...]) -> dict[str, Any]:
-        if any(isinstance(value, bytes) and len(value) > MAX_RECORD for value in row):
-            raise BadRecord(f"longer than {MAX_RECORD:,} bytes", "split it into several, or use --skip-bad")
-        hint = "use --errors replace or --skip-bad"
-        decoded_values = (
-            _decode_bytes(value, self.encoding, hint) if isinstance(value, bytes) else value for value in row
-        )
-        return dict(zip(self._keys, decoded_values, strict=True)) | self._unread
+        if any(isinstance(value, str) and len(value) > MAX_RECORD for value in row):
+            raise BadRecord(f"longer than {MAX_RECORD:,} characters", "split it into several, or use --skip-bad")
+        return dict(zip(self._keys, row, strict=True)) | self._unread
 
 
 def _column_values(column: Any) -> list[Any]:
-    """Returns the values of a column. Strings become bytes, because they can be invalid UTF-8."""
+    """Returns the values of a column. Strings can be invalid UTF-8."""
     import pyarrow as pa
 
     if isinstance(column, pa.DictionaryArray):
         column = column.dictionary_decode()
-    values: list[Any] = (column.cast(pa.large_binary()) if _is_string_type(column.type) else column).to_pylist()
-    return values
+    if not _is_string_type(column.type):
+        return list(column.to_pylist())
+    values = column.cast(pa.large_binary()).to_pylist()
+    return [None if value is None else value.decode("utf-8", "surrogateescape") for value in values]
 
 
 def _is_string_type(kind: Any) -> bool:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
 from gpt.documents import catalogue
-from gpt.documents.documents import OnNote, Skipped, is_plain
+from gpt.documents.documents import Skipped, is_plain
 from gpt.documents.download import OnBytes, ignore
 from gpt.documents.formats import SAMPLE, guess_wide
 from gpt.documents.unpack import (
@@ -46,27 +46,25 @@ MANIFEST = "manifest.json"  # of a finished token folder
 PROGRESS = "progress.jsonl"  # of an unfinished token folder
 
 
-def find(
-    texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore, note: OnNote = lambda note: None
-) -> list[Source]:
+def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes = ignore) -> list[Source]:
     """Returns the sources that ``texts`` name, in order and without duplicates. Without ``texts``, returns the default
     corpus.
 
     A text is ``-`` (standard input), a file, a folder (recursive, sorted, without hidden entries and token folders), a
     URL, a pattern, or a corpus of the catalogue, tried in this order. Raises `UserError` for anything else, and for
-    unreadable paths unless ``skipped`` counts them. ``on_bytes`` is called with the download progress, ``note`` with
-    skipped files.
+    unreadable paths unless ``skipped`` counts them. ``on_bytes`` is called with the download progress.
     """
     if not texts:
         return catalogue.sources(DEFAULT_CORPUS)  # The default corpus, even if there is a file called pydocs.
+    skipped = skipped or Skipped()
     finder = _Finder(skipped)
     unique: dict[str, Source] = {}
     for text in dict.fromkeys(texts):
         for source in finder.sources(text, on_bytes):
             unique.setdefault(identity(source), source)
     for kind, paths in finder.skipped_paths.items():
-        names = ", ".join(list(paths.values())[: Skipped.limit]) + (" …" if len(paths) > Skipped.limit else "")
-        note(f"skipped {kind}: {len(paths):,}: {names}")
+        names = ", ".join(list(paths.values())[: skipped.limit]) + (" …" if len(paths) > skipped.limit else "")
+        skipped.note(f"skipped {kind}: {len(paths):,}: {names}")
     return list(unique.values())
 
 
@@ -156,7 +154,7 @@ class _Finder:
     """Resolves TEXT arguments. ``skipped`` counts unreadable paths. ``skipped_paths`` contains other skipped paths by
     kind and real path."""
 
-    def __init__(self, skipped: Skipped | None) -> None:
+    def __init__(self, skipped: Skipped) -> None:
         self.skipped = skipped
         self.skipped_paths: dict[str, dict[Path, str]] = defaultdict(dict)
 
@@ -211,7 +209,7 @@ class _Finder:
         reads each folder once."""
 
         def cannot_list(error: OSError) -> None:
-            self._skip_or_raise(_unreadable(f"the folder {error.filename}", error))
+            self.skipped.add(_unreadable(f"the folder {error.filename}", error))
 
         seen = {os.path.realpath(folder)}
         for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=True):
@@ -257,13 +255,8 @@ class _Finder:
             try:
                 files.append(_file(path))
             except UserError as error:
-                self._skip_or_raise(error)
+                self.skipped.add(error)
         return files
-
-    def _skip_or_raise(self, error: UserError) -> None:
-        if self.skipped is None:
-            raise error from None
-        self.skipped.add(error)
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str]) -> bool:

@@ -256,7 +256,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: there is more after the array"),
     "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is nested too deep"),
     "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
-    "csv zero": ("x.csv", b"text\n\0\n", "x.csv, line 2: a zero byte"),
+    "csv zero": ("x.csv", b"n,text\n1,\0\n", "x.csv, line 2: a zero byte"),
     "csv quote": ("x.csv", b'n,text\n1,a\n2,"b\n3,c\n', "x.csv, line 3: a quote is never closed"),
     "no parquet": ("x.parquet", b"hello", "x.parquet is damaged: "),
     "no parquet column": ("x.parquet.gz", gzip.compress(make_parquet(["a"]).replace(b"text", b"body")), 'x.parquet.gz: it has no "text"; its columns: n, body'),

@@ -60,7 +60,7 @@ def test_duplicate_files_are_read_once(workdir: Path) -> None:
 
 def find_with_notes(text: str) -> tuple[list[str], list[str]]:
     notes: list[str] = []
-    return [source.name for source in sources.find([text], note=notes.append)], notes
+    return [source.name for source in sources.find([text], Skipped(note=notes.append))], notes
 
 
 def test_links_to_folders_are_followed(workdir: Path) -> None:
@@ -173,7 +173,7 @@ def test_missing_source_is_an_error(workdir: Path) -> None:
         "file:///nothing/*": r"there is no file at file:///nothing/\*",
     }.items():
         with pytest.raises(UserError, match=message) as error:
-            sources.find([text], Skipped())
+            sources.find([text], Skipped(skip_bad=True))
         assert type(error.value) is UserError
     assert sources.find([])[0].name.startswith("pydocs/")  # A folder does not shadow the default corpus.
 
@@ -200,7 +200,7 @@ def test_unreadable_paths_are_counted(
         sources.find([argument])
     assert "--skip-bad" in error.value.hint
     notes: list[str] = []
-    skipped = Skipped(notes.append)
+    skipped = Skipped(True, notes.append)
     assert [source.name for source in sources.find([argument], skipped)] == ["t/b/2"]
     assert (skipped.count, notes) == (1, [f"skipped: {message}"])
 
