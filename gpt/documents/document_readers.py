@@ -16,6 +16,7 @@ import contextlib
 import faulthandler
 import io
 import json
+import math
 import os
 import posixpath
 import re
@@ -162,7 +163,8 @@ def _is_hidden(node: Any) -> bool:
     is_formula = "mathml" in (values.get("class") or "")  # KaTeX and Wikipedia hide the MathML of a formula.
     is_invisible = "hidden" in values or bool(_INVISIBLE.search(values.get("style") or ""))
     is_copy = values.get("aria-hidden") == "true" and bool(_is_inline(node.tag))
-    return any(map(_is_skipped, roles)) or is_copy or (is_invisible and not is_formula)
+    is_permalink = node.tag == "a" and node.text() in ("¶", "#", "§")
+    return any(map(_is_skipped, roles)) or is_copy or is_permalink or (is_invisible and not is_formula)
 
 
 def _span(node: Any, name: str) -> int:
@@ -548,6 +550,7 @@ _MARK = "\x02"  # PDFium's code for a hyphen-minus at the end of a line. The lin
 _SOFT = "\u2010\xad"
 _LIGATURES = {ord(c): unicodedata.normalize("NFKC", c) for c in map(chr, range(0xFB00, 0xFB07))}
 _CONTROLS = dict.fromkeys([*range(9), *range(14, 32), 127, 0xAD, 0xFFFE, 0xFFFF])
+_CONTENTS = re.compile(r"(\. ?){5,}\s*[\divxlc]*$")  # The dots before a page number.
 _BULLET = re.compile(r"[•◦▪‣●○■–*-] |\(?(\d{1,3}|[a-z])[.)] ")
 
 
@@ -556,12 +559,17 @@ def _rows(page: Any, raw: Any) -> list[Row]:
     text_page = page.get_textpage()
     chars = [chr(raw.FPDFText_GetUnicode(text_page, i)) for i in range(text_page.count_chars())]
 
+    def font_size(index: int) -> float:
+        matrix = raw.FS_MATRIX()  # Many programs set the size 1, and scale the text.
+        raw.FPDFText_GetMatrix(text_page, index, matrix)
+        return float(raw.FPDFText_GetFontSize(text_page, index) * math.hypot(matrix.c, matrix.d))
+
     def ends_row(end: int, char: str) -> bool:
         """Whether a row ends before index ``end``, with a line or at the space between two columns."""
         if char != " " or not 1 < end < len(chars):
             return char in ("\n", "\r", _MARK)
         right, left = text_page.get_charbox(end - 2, loose=True)[2], text_page.get_charbox(end, loose=True)[0]
-        return bool(left - right > 1.2 * raw.FPDFText_GetFontSize(text_page, end))
+        return bool(left - right > 1.2 * font_size(end))
 
     rows: list[Row] = []
     start = 0
@@ -572,10 +580,11 @@ def _rows(page: Any, raw: Any) -> list[Row]:
             first, last = visible[0], visible[-1]
             left, bottom, _, _ = text_page.get_charbox(first, loose=True)
             right = text_page.get_charbox(last, loose=True)[2]
-            size = raw.FPDFText_GetFontSize(text_page, visible[len(visible) // 2])
+            size = font_size(visible[len(visible) // 2])
             text = "".join(chars[first : last + 1])
             text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # On Windows, PDFium uses UTF-16.
-            rows.append(Row(text.translate(_LIGATURES), left, right, bottom, size))
+            if not _CONTENTS.search(text):
+                rows.append(Row(text.translate(_LIGATURES), left, right, bottom, size))
     text_page.close()
     joined: list[Row] = []
     for row in _in_columns(rows):
@@ -626,7 +635,7 @@ def _gap_between(above: Row, row: Row, margin: float, pitch: float | None) -> in
     ``pitch`` the usual distance of its lines, or None if ``row`` begins the next column."""
     word = row.text[0] if _is_cjk(row.text[0]) else row.text.split(maxsplit=1)[0]
     has_room = margin - above.right > (row.right - row.left) * (len(word) + 2) / max(1, len(row.text))
-    if abs(above.size - row.size) > 0.08 * row.size or (pitch is None and has_room):
+    if abs(above.size - row.size) > 0.15 * row.size or (pitch is None and has_room):
         return BLANK
     if pitch is not None:
         ends_sentence = above.text.rstrip("\"'”’»)」』）")[-1:] in tuple(".!?:…。！？：")
@@ -799,6 +808,9 @@ def _rtf_as_unicode(data: bytes) -> bytes:
     return re.sub(rb"\\ansicpg\d+", rb"\\ansicpg1252", _RTF_TOKEN.sub(convert, data))
 
 
+_DOCTEST = re.compile(rb"(?m)(?<=^\n)>>> .*(?:\n.+)*")  # Pandoc takes it for a paragraph.
+
+
 def _find_pandoc() -> str:
     package = find_spec("pypandoc")
     name = "pandoc.exe" if sys.platform == "win32" else "pandoc"
@@ -813,6 +825,8 @@ def _find_pandoc() -> str:
 def read_by_pandoc(kind: str, data: bytes, seconds: float) -> str:
     """Returns the text of a document that pandoc reads, without access to other files."""
     program = _find_pandoc()
+    if kind == "rst":
+        data = _DOCTEST.sub(lambda match: b"::\n\n " + match[0].replace(b"\n", b"\n "), data)
     command = [program, "+RTS", _HEAP, "-RTS", "--sandbox", f"--from={kind}", "--to=html", "--mathml", "--wrap=none"]
     try:
         done = subprocess.run(

@@ -1,6 +1,7 @@
 """Text of documents, and files that attack their reader."""
 
 import io
+import re
 import struct
 import sys
 import time
@@ -257,8 +258,9 @@ CONTENT = "<math><mi>E</mi><annotation-xml><ci>E</ci></annotation-xml></math>"
         (KATEX, "So E^2 is"),
         (CONTENT, "E"),
         ("yes<!-- unclosed <p>text", "yes"),
+        ('<h1>Title<a class="headerlink" href="#title">¶</a></h1><p>See <a href="#other">§ 2</a>.', "Title\n\nSee § 2."),
     ],
-    ids=range(8),
+    ids=range(9),
 )  # fmt: skip
 def test_html_is_read_as_browsers_do(html: str, expected: str) -> None:
     assert read("x.html", html.encode()) == expected
@@ -317,7 +319,7 @@ SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One<
         ("x.fb2", b"<FictionBook><body><section><p>one</p><p>two</p></section></body></FictionBook>", ["one\n\ntwo"]),
         ("x.tex", rb"\documentclass{article}\begin{document}\section{A}One $x^2$\footnote{n}.\end{document}", ["A\n\nOne x^2.\n\nn"]),
         ("x.org", b"* A\none /two/\n", ["A\n\none two"]),
-        ("x.rst", b"A\n=\n\none *two*\n\n.. include:: /etc/passwd\n", ["A\n\none two"]),
+        ("x.rst", b"A\n=\n\none *two*\n\n.. include:: /etc/passwd\n\n>>> a\n>>> b\n1\n\nend", ["A\n\none two\n\n>>> a\n>>> b\n1\n\nend"]),
         ("x.ipynb", b'{"cells": [{"source": ["# A\\n", "b"]}, {"source": "1 + 1", "outputs": [{"data": {"image/png": "AAAA"}}]}]}', ["# A\nb\n\n1 + 1"]),
         ("x.mbox", MAIL + b"\n" + MAIL.replace(b"text/html", b"text/plain").replace(b"<p>", b">From "), ["Grüße\n\ncafé", "Grüße\n\nFrom café"]),
         ("x.srt", SUBTITLES.encode(), ["One\ntwo\nthree"]),
@@ -390,16 +392,19 @@ def test_hyphens_of_compounds_at_the_end_of_a_pdf_line_stay() -> None:
     )
 
 
-def test_paragraphs_of_pdfs_are_joined_and_hyphens_mended() -> None:
+@pytest.mark.parametrize("scaled", [False, True])  # Many programs set the font size 1, and scale the text.
+def test_paragraphs_of_pdfs_are_joined_and_hyphens_mended(scaled: bool) -> None:
     pytest.importorskip("pypdfium2")
+    place = re.compile(r"(\d+) Tf (\S+ \S+) Td")
     full = "This line of the paragraph reaches the right margin of it"
     page = lines("A Heading", size=18, top=740) + lines(
         full + " hyphen-", "ated and well-known, with of\\002ces, and it ends here.", full, f"{full} and well-", "known too.",
         "", "- a list", "- of two items",
     )  # fmt: skip
-    text = read("x.pdf", pdf(page))
+    page += lines("A contents line . . . . . . . 12", top=100)
+    text = read("x.pdf", pdf(place.sub(r"1 Tf \1 0 0 \1 \2 Tm", page) if scaled else page))
     assert text.startswith(f"A Heading\n\n{full} hyphenated and well-known, with of")
-    assert f"{full} and well-known too.\n\n- a list\n- of two items" in text
+    assert text.endswith(f"{full} and well-known too.\n\n- a list\n- of two items")
     power = lines("ten", top=500) + lines("9", size=7, left=89, top=505) + lines("is large", left=97, top=500)
     assert read("x.pdf", pdf(power)) == "ten9 is large"
 
