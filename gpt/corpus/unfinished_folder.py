@@ -243,24 +243,20 @@ def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus) -> None:
 
 
 def _check_settings(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    for key in ("tokenizer", "split", "corpus"):
-        if old.get(key) != new[key]:
-            message = (
-                f"{out} was started with another {key}: {_format_value(old.get(key))}, now {_format_value(new[key])}"
-            )
-            raise UserError(message, _HINT)
     was_strict = old["reading"].get("errors") == "strict" and not old["reading"].get("skip_bad")
-    for table in ("asked", "reading"):
-        for key, value in new[table].items():
-            # Strict reading stops at the first bad byte. Up to there, all error settings produce the same ids.
-            if old[table].get(key) != value and not (was_strict and key in _BAD_TEXT_SETTINGS):
-                raise UserError(f"{out} was started with {key} {old[table].get(key)!r}, now {value!r}", _HINT)
+    old_values = _by_name(old)
+    for name, value in _by_name(new).items():
+        # Strict reading stops at the first bad byte. Up to there, all error settings produce the same ids.
+        if old_values.get(name) != value and not (was_strict and name in ("--errors", "--skip-bad")):
+            message = f"{out} was started with another {name}: {old_values.get(name)}, now {value}"
+            raise UserError(message, _HINT)
 
 
-def _format_value(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {value[key]}" for key in ("name", "by", "fraction", "seed") if key in value)
-    return str(value)
+def _by_name(about: Mapping[str, Any]) -> dict[str, Any]:
+    tokenizer = about.get("tokenizer") or {}
+    options = {f"--{key.replace('_', '-')}": value for key, value in (about["asked"] | about["reading"]).items()}
+    ids = f"{tokenizer.get('name')} {str(tokenizer.get('fingerprint'))[:16]}"
+    return {"tokenizer": ids, "split": about.get("split"), "corpus": about.get("corpus")} | options
 
 
 def finish(out: Path, about: Mapping[str, Any], groups: list[Group]) -> None:

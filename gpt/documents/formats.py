@@ -141,13 +141,12 @@ class TextEncoding:
         return "UTF-8" if self.is_utf8 else self.name
 
     def hint_for(self, data: bytes) -> str:
-        """Returns advice for text in another encoding, with the most plausible encoding."""
-        shares = {name: _typical_share(name, data) for name in _TYPICAL}
-        best = max(shares, key=lambda name: round(shares[name], 1))  # Earlier ones win.
-        advice = "set its --encoding, such as cp1252"
-        if shares[best] > 0.5:
-            line = " ".join(data.partition(b"\n")[0].decode(best, "replace").split())
-            advice = f"--encoding {best} reads it as “{line[:40]}”"
+        """Returns advice for a line in another encoding, with the most plausible one."""
+        from charset_normalizer import from_bytes  # Only errors need it.
+
+        advice, line = "set its --encoding, such as cp1252", data.partition(b"\n")[0][:MAX_GUESSED]
+        if (best := from_bytes(line, cp_isolation=_PLAUSIBLE).best()) is not None:
+            advice = f"--encoding {best.encoding} reads it as “{' '.join(str(best).split())[:40]}”"
         return f"{advice}; or use --errors replace or --skip-bad"
 
     def error(self, name: str, error: UnicodeDecodeError, offset: int, line: int) -> UserError:
@@ -155,27 +154,13 @@ class TextEncoding:
         byte = error.object[error.start]
         where = f"byte 0x{byte:02x} at offset {offset:,}, line {line:,}"
         line_start = error.object.rfind(b"\n", 0, error.start) + 1
-        hint = self.hint_for(error.object[line_start : line_start + SAMPLE])
+        hint = self.hint_for(error.object[line_start:])
         return UserError(f"{name} is not {self.shown}: {where}", hint)
 
 
 SAMPLE = 4096  # Bytes that show the encoding.
-_CJK = "[ぁ-ヿ一-龥、-〿！-～]"
-_TYPICAL = {  # Most of a text's non-ASCII characters, by encoding. Earlier encodings win.
-    "cp1252": "(?<=[A-Za-z])[ß-öø-ÿ’]|[ß-öø-ÿ’](?=[A-Za-z])",
-    "cp1251": "(?<=[Ѐ-ӿ])[а-яёіїєґ]|[а-яёіїєґ](?=[Ѐ-ӿ])|\\b[А-ЯЁІЇЄҐ](?=[а-яёіїєґ])",
-    "euc-kr": "[가-힣]", "shift_jis": _CJK, "gb18030": _CJK,
-}  # fmt: skip
-
-
-def _typical_share(encoding: str, data: bytes) -> float:
-    """Returns the share of non-ASCII characters that are typical of ``encoding``, or 0 if it cannot decode ``data``."""
-    codec = encoding.replace("gb18030", "gb2312")  # Many other encodings are valid GB 18030.
-    try:
-        text = codecs.getincrementaldecoder(codec)().decode(data)
-    except UnicodeDecodeError:
-        return 0.0
-    return len(re.findall(_TYPICAL[encoding], text)) / max(1, sum(not character.isascii() for character in text))
+MAX_GUESSED = 2**16  # Bytes of a line whose encoding is guessed.
+_PLAUSIBLE = ["cp1252", "cp1251", "euc_kr", "shift_jis", "gb18030"]
 
 
 def guess_wide(data: bytes) -> str | None:
@@ -292,7 +277,7 @@ class Records(Generic[Raw]):
         try:
             return _BAD_BYTES.sub(lambda run: self.encoding.decode(run[0].encode("ascii", "surrogateescape")), value)
         except UnicodeDecodeError as error:
-            hint = self.encoding.hint_for(value.encode("utf-8", "surrogateescape")[:SAMPLE])
+            hint = self.encoding.hint_for(value.encode("utf-8", "surrogateescape"))
             raise BadRecord(f"not {self.encoding.shown}: byte 0x{error.object[error.start]:02x}", hint) from None
 
     def _place(self, number: int) -> str:
@@ -496,13 +481,9 @@ class Table(Records[list[str]]):
         return record | self._unread
 
     def _column_hint(self) -> str:
-        for separator, plural in ((";", "semicolons"), ("\t", "tabs"), (",", "commas"), ("|", "bars")):
-            if (
-                separator != self.delimiter
-                and len(self._header) == 1
-                and self.form.keys[0] in self._header[0].split(separator)
-            ):
-                return f"its columns are separated by {plural}: convert it to commas (.csv) or tabs (.tsv)"
+        for separator in {*";\t,|"} - {self.delimiter} if len(self._header) == 1 else ():
+            if self.form.keys[0] in self._header[0].split(separator):
+                return f"its columns are separated by {separator!r}: convert it to commas (.csv) or tabs (.tsv)"
         return option_hint(self._header, self.form.hint)
 
     def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:

@@ -35,18 +35,15 @@ _LETTERS = (
 )
 _PUNCTUATION = r"!-&(-/:-@\[-`{-~\u2010-\u2027\u3001-\u3003\u3008-\u3011\uff01-\uff0f\uff1a-\uff20"
 
-# Pairs of adjacent character classes with a boundary between them.
-_WORD_ENDS = [
+# Pairs of adjacent character classes with a boundary between them in every known pattern. In some patterns, a piece of
+# punctuation includes the line breaks after it.
+_BOUNDARIES = (
     (f"[{_LETTERS}]", f"[0-9{_PUNCTUATION}{SPACES}]"),
     ("[0-9]", f"[{_LETTERS}{_PUNCTUATION}{SPACES}]"),
-]
-_GPT2_RULES = [*_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{SPACES}]")]
-# In these patterns, a piece of punctuation includes the line breaks after it (in o200k also slashes). White space is
-# split after its last line break.
-_CL100K_RULES = [
-    *_WORD_ENDS, (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"), (r"[\r\n]", f"[^{SPACES}]"),
-]  # fmt: skip
-_O200K_RULES = [*_CL100K_RULES[:-1], (r"[\r\n]", f"[^{SPACES}/]")]
+    (f"[^{_LETTERS}0-9{SPACES}]", f"[{_INLINE_SPACES}]"),
+)
+# The `.*` matches everything, then backtracks to the last boundary.
+_LAST_BOUNDARY = re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in _BOUNDARIES) + ")")
 
 _CONTRACTION, _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\p{Lm}\p{Lo}\p{M}"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -55,36 +52,23 @@ OLD_GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]
 LLAMA3_PATTERN = rf"{_CONTRACTION}|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|{_SPACE}"  # Qwen uses single digits.
 CL100K_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s+$|\s*[\r\n]|\s+(?!\S)|\s"
 MINBPE_PATTERN = rf"'(?i:[sdmt]|ll|ve|re)|{_WORDS}|\p{{N}}{{1,3}}|{_MARKS}|\s*[\r\n]|\s+(?!\S)|\s+"
-# The keys are patterns without possessive quantifiers. \p{N}{1,3} stands for digit groups of any length.
+# Patterns without possessive quantifiers. \p{N}{1,3} stands for digit groups of any length.
 _FAMILIES = {
-    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s": _GPT2_RULES,
-    OLD_GPT2_PATTERN: _GPT2_RULES,
-    r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s": _GPT2_RULES,
-    CL100K_PATTERN: _CL100K_RULES,
-    MINBPE_PATTERN: _CL100K_RULES,
-    LLAMA3_PATTERN: _CL100K_RULES,
+    r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+$|\s+(?!\S)|\s",
+    OLD_GPT2_PATTERN,
+    r"'(?:[sdmt]|ll|ve|re)|\p{N}{1,3}| ?\p{L}+| ?[^\s\p{L}\p{N}]+|\s+(?=\p{N}|$)|\s+(?!\S)|\s",
+    CL100K_PATTERN,
+    MINBPE_PATTERN,
+    LLAMA3_PATTERN,
     rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]*[\p{{Ll}}{_CASED}]+{_CONTRACTION}?"
     rf"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{_CASED}]+[\p{{Ll}}{_CASED}]*{_CONTRACTION}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}": _O200K_RULES,
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACE}",
 }
 
 
 def remove_possessive(pattern: str) -> str:
     """Returns a known pattern without possessive quantifiers, which do not change its matches."""
     return re.sub(r"(?<=[+*?])\+|(?<=\d})\+", "", pattern)
-
-
-@lru_cache
-def _rules(pattern: str) -> list[tuple[str, str]] | None:
-    """Returns the boundary rules of a pattern, or None if the pattern is unknown."""
-    return _FAMILIES.get(re.sub(r"\|\\p\{N\}(\{1,\d\})?\|", r"|\\p{N}{1,3}|", remove_possessive(pattern)))
-
-
-@lru_cache
-def _last_boundary_regex(pattern: str) -> re.Pattern[str] | None:
-    """Returns a regex that finds the last boundary: its ``.*`` matches everything, then backtracks."""
-    rules = _rules(pattern)
-    return re.compile("(?s:.*)(?:" + "|".join(f"{a}(?={b})" for a, b in rules) + ")") if rules else None
 
 
 def is_known(pattern: str) -> bool:
@@ -94,16 +78,15 @@ def is_known(pattern: str) -> bool:
     return is_portable and has_rules(pattern)
 
 
+@lru_cache
 def has_rules(pattern: str) -> bool:
     """Whether a pattern is known, in the form of tiktoken or of the tokenizers library."""
-    return _rules(pattern) is not None
+    return re.sub(r"\|\\p\{N\}(\{1,\d\})?\|", r"|\\p{N}{1,3}|", remove_possessive(pattern)) in _FAMILIES
 
 
-def _last_boundary(text: str, pattern: str) -> int:
-    """Returns the last position where a cut changes no id, whatever text follows. Returns 0 if there is no such
-    position."""
-    regex = _last_boundary_regex(pattern)
-    match = regex.match(text) if regex else None
+def _last_boundary(text: str) -> int:
+    """Returns the last position where a cut changes no id, whatever text follows. Returns 0 if there is none."""
+    match = _LAST_BOUNDARY.match(text)
     return match.end() if match else 0
 
 
@@ -124,7 +107,7 @@ def parts(chunks: Iterable[str], pattern: str, size: int = SEARCH_BLOCK) -> Iter
         length += len(block)
         if can_cut and length >= target_length:
             text = "".join(pending)
-            end = _last_boundary(text, pattern)
+            end = _last_boundary(text)
             is_forced = not end and length >= MAX_PART
             end = MAX_PART if is_forced else end
             if end:

@@ -287,9 +287,9 @@ def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) 
         with pytest.raises(UserError, match=message):
             tokenize(copy, out, resume=True, **settings)
 
-    assert_resume_refused("started with vocab_size 400", vocab_size=500)
+    assert_resume_refused("started with another --vocab-size: 400, now 500", vocab_size=500)
     assert_resume_refused("another split", val_fraction=0.2)
-    assert_resume_refused("started with split_on None, now '---'", split_on="---")
+    assert_resume_refused("started with another --split-on: None, now ---", split_on="---")
     (copy / "d.txt").write_text("new")
     assert_resume_refused(r"d\.txt did not exist when")
     (copy / "d.txt").unlink()
@@ -472,25 +472,6 @@ def test_several_token_folders_are_one_text(texts: Path, tmp_path: Path, gpt: Ca
     assert copies["documents"] == both.documents + 1  # The end of a.txt is held out.
     assert gpt("data", "check", tmp_path / "run", "--json").out == gpt("data", "check", *paths, "--json").out
     assert "in the training text" in gpt("report", tmp_path / "run").out
-
-
-def test_older_token_folder_loads(texts: Path, tmp_path: Path) -> None:
-    folder = tokenize(texts, tmp_path / "tokens")
-    expected = read_ids(folder, "train")
-    numbers = {"group": 0, "slice": 0}
-    for record in folder.shards:
-        (folder.path / record.file).rename(folder.path / record.file.replace(".ids", "-00000.ids"))
-    lines = [
-        json.dumps(json.loads(line) | {"group": 0}) for line in (folder.path / "sources.jsonl").read_text().splitlines()
-    ]
-    (folder.path / "sources.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    manifest = folder.manifest | {"part": None}
-    for shard in manifest["shards"]:
-        shard |= numbers | {"file": shard["file"].replace(".ids", "-00000.ids")}
-    manifest["sources"]["sha256"] = hashlib.sha256((folder.path / "sources.jsonl").read_bytes()).hexdigest()
-    (folder.path / "manifest.json").write_text(json.dumps(manifest))
-    TokenFolder(folder.path).verify()
-    assert read_ids(TokenFolder(folder.path), "train") == expected
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -263,12 +263,9 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "parquet numbers": ("x.parquet", make_parquet([1], "int64"), 'x.parquet: "text" contains int64, not strings'),
     "no zip": ("x.zip", b"hello", "x.zip is damaged: File is not a zip file"),
     "zip member changed": ("x.zip", make_zip(("a", b"hello"), method=0).replace(b"hello", b"HELLO"), "x.zip/a is damaged: Bad CRC-32"),
-    "zip method": ("x.zip", make_zip(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is compressed with method 12"),
+    "zip method": ("x.zip", make_zip(("a", b"hello"), method=zipfile.ZIP_BZIP2), "x.zip/a is encrypted, or packed with a method other"),
     "zip encrypted": ("x.zip", make_zip(("a", b"hello")).replace(b"PK\1\2\x14\x03\x14\0\0", b"PK\1\2\x14\x03\x14\0\1"), "x.zip/a is encrypted"),
     "zip member": ("x.zip", make_zip(("a.txt", b"\xff")), "x.zip/a.txt is not UTF-8: byte 0xff"),
-    "zip up": ("x.zip", make_zip(("../a.txt", b"a")), "x.zip is unsafe: its member ../a.txt points outside the archive"),
-    "zip absolute": ("x.zip", make_zip(("/a\nb", b"a")), r"x.zip is unsafe: its member /a\?b points outside the archive"),
-    "tar drive": ("x.tar", make_tar(("C:\\a", b"a")), r"x.tar is unsafe: its member C:\\a points outside the archive"),
     "no tar": ("x.tar", b"hello", "x.tar is damaged: "),
     "tar header": ("x.tar", make_tar(("a", b"a"), ("b", b"b")).replace(b"b\0\0", b"B\0\0"), "x.tar is damaged: bad checksum"),
     "tar cut": ("x.tar", make_tar(("a", b"a" * 9999))[:4096], "x.tar is damaged: unexpected end of data"),
@@ -292,7 +289,7 @@ def test_bad_input_is_one_error_line_and_can_be_skipped(case: str) -> None:
         ("x.csv", b"n,text\n1,Hello, world\n2,good\n3,a,\n4,b", ["good", "b"], 2),
         ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}\n5\n{"text": "d"}', ["a", "c", "d"], 2),
         ("x.json", b'[{"text": "a"}, {"n": 1}, 5, {"text": "b"}, {"text"', ["a", "b"], 3),
-        ("x.zip", make_zip(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("f", b"f")), ["a", "f"], 2),
+        ("x.zip", make_zip(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("/f", b"f")), ["a", "c", "f"], 1),
         ("x.tar", make_tar(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", make_tar(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
         ("x.jsonl.gz", gzip.compress(make_jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
@@ -385,7 +382,7 @@ def test_line_breaks_become_line_feeds(block: int, monkeypatch: pytest.MonkeyPat
 
 PLAUSIBLE = {
     "cp1251": "Привет, мир! Это заметка о погоде.", "shift_jis": "これはテストです。",
-    "gb18030": "今天天气很好，我们去公园。", "euc-kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
+    "gb18030": "今天天气很好，我们去公园。", "euc_kr": "안녕하세요. 오늘은 날씨가 좋습니다.", "cp1252": "Le café est très bon.",
 }  # fmt: skip
 
 
