@@ -154,17 +154,6 @@ def test_special_tokens_in_the_text_are_counted(gpt: Callable[..., Done], workdi
     assert "the text contains special tokens 6 times: they are treated as ordinary text" in result.err
 
 
-@pytest.mark.usefixtures("small_shards")
-def test_line_breaks_are_normalized(gpt: Callable[..., Done], texts: Path, tmp_path: Path) -> None:
-    for name, line_break in {"lf": "\n", "crlf": "\r\n", "cr": "\r"}.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "a.txt").write_bytes("".join(f"{n}{line_break}" for n in range(9000)).encode())
-    folders = {name: tokenize(tmp_path / name, tmp_path / f"{name}.tokens", **BYTES) for name in ("lf", "crlf", "cr")}
-    shards_of = {name: [record.sha256 for record in folder.shards] for name, folder in folders.items()}
-    assert shards_of["lf"] == shards_of["crlf"] == shards_of["cr"]
-    assert folders["crlf"].bytes == (tmp_path / "lf/a.txt").stat().st_size
-
-
 # Resume
 
 
@@ -472,6 +461,25 @@ def test_several_token_folders_are_one_text(texts: Path, tmp_path: Path, gpt: Ca
     assert copies["documents"] == both.documents + 1  # The end of a.txt is held out.
     assert gpt("data", "check", tmp_path / "run", "--json").out == gpt("data", "check", *paths, "--json").out
     assert "in the training text" in gpt("report", tmp_path / "run").out
+
+
+def test_older_token_folder_loads(texts: Path, tmp_path: Path) -> None:
+    folder = tokenize(texts, tmp_path / "tokens")
+    expected = read_ids(folder, "train")
+    numbers = {"group": 0, "slice": 0}
+    for record in folder.shards:
+        (folder.path / record.file).rename(folder.path / record.file.replace(".ids", "-00000.ids"))
+    lines = [
+        json.dumps(json.loads(line) | {"group": 0}) for line in (folder.path / "sources.jsonl").read_text().splitlines()
+    ]
+    (folder.path / "sources.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    manifest = folder.manifest | {"part": None}
+    for shard in manifest["shards"]:
+        shard |= numbers | {"file": shard["file"].replace(".ids", "-00000.ids")}
+    manifest["sources"]["sha256"] = hashlib.sha256((folder.path / "sources.jsonl").read_bytes()).hexdigest()
+    (folder.path / "manifest.json").write_text(json.dumps(manifest))
+    TokenFolder(folder.path).verify()
+    assert read_ids(TokenFolder(folder.path), "train") == expected
 
 
 @pytest.mark.usefixtures("small_shards")

@@ -135,24 +135,23 @@ def test_html_is_the_text_that_a_reader_sees() -> None:
     assert read("x.html", b"<nav><ul><li>no</ul></div><p>no</nav><p>yes") == "yes"
 
 
+QUOTED = "“Zürich”"
+
+
 @pytest.mark.parametrize(
-    ("data", "config"),
+    ("data", "expected"),
     [
-        ('<meta charset="iso-8859-1">“Zürich”'.encode("cp1252"), {}),
-        ('<META http-equiv=content-type content="text/html; charset=koi8-r">“Zürich”'.encode(), {"encoding": "utf-8"}),
-        ("“Zürich”".encode("utf-16"), {}),
-        ('\ufeff<meta charset="latin-1">“Zürich”'.encode(), {}),
-        ('<?xml version="1.0" encoding="windows-1252"?>“Zürich”'.encode("cp1252"), {}),
-        ('<meta charset="hex">“Zürich”'.encode("cp1252"), {"encoding": "cp1252"}),
-        ("“Zürich”".encode(), {}),
+        ('<meta charset="iso-8859-1">“Zürich”'.encode("cp1252"), QUOTED),
+        ('<META http-equiv=content-type content="text/html; charset=koi8-r">“Zürich”'.encode("koi8-r", "ignore"), "Zrich"),
+        (QUOTED.encode("utf-16"), QUOTED),
+        ('\ufeff<meta charset="latin-1">“Zürich”'.encode(), QUOTED),
+        ('<?xml version="1.0" encoding="windows-1252"?>“Zürich”'.encode("cp1252"), QUOTED),
+        ("<meta charset=hex>“Zürich”".encode(), QUOTED),
     ],
-    ids=range(7),
-)
-def test_encodings_of_html(data: bytes, config: dict[str, str]) -> None:
-    expected = "“Zürich”"
-    if b"koi8-r" in data:
-        expected = expected.encode().decode("koi8-r")
-    assert read("x.html", data, **config) == expected
+    ids=range(6),
+)  # fmt: skip
+def test_encodings_of_html(data: bytes, expected: str) -> None:
+    assert read("x.html", data) == expected
 
 
 def test_invalid_bytes_of_html_are_replaced_and_counted() -> None:
@@ -495,13 +494,10 @@ def bomb(name: str, size: int) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["x.docx", "x.epub"])
-@pytest.mark.parametrize("declared", [None, 500])
-def test_zip_bombs_are_not_unpacked(name: str, declared: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zip_bombs_are_not_unpacked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(extract._SETTINGS, "unpacked", 2**20)
-    data = bomb(name, 30)
-    member = b"word/document.xml" if name == "x.docx" else b"OEBPS/a"
-    with pytest.raises(UserError, match="unpacks to more than 1 MiB|x.docx is damaged|x.epub is damaged") as error:
-        read(name, data if declared is None else lying(data, member, declared))
+    with pytest.raises(UserError, match="unpacks to more than 1 MiB") as error:
+        read(name, bomb(name, 30))
     assert error.value.hint
 
 

@@ -344,7 +344,6 @@ def test_utf16_and_utf32_are_detected(name: str) -> None:
         assert read(name, data, skip_bad=True) == []
 
 
-@pytest.mark.parametrize("block", [1, 2, 7, 100])
 @pytest.mark.parametrize(
     "text",
     [
@@ -356,8 +355,7 @@ def test_utf16_and_utf32_are_detected(name: str) -> None:
         "",
     ],
 )  # fmt: skip
-def test_json_files_are_read_in_blocks(text: str, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formats, "BLOCK", block)
+def test_json_files_have_records_in_several_forms(text: str) -> None:
     expected = ["one", "zwölf\n"] if "one" in text else []
     assert read("x.json", text.encode()) == expected
     assert read("x.json", text.encode(), skip_bad=True) == expected

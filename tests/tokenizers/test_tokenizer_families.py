@@ -263,18 +263,6 @@ def test_saving_preserves_the_tokenizer(form: str, folders: dict[str, Path], tmp
         assert (tmp_path / "own" / name).read_bytes() == (folders[form] / name).read_bytes()
 
 
-@pytest.mark.parametrize("form", ["llama3", "qwen", "smollm2", "gaps"])
-@settings(max_examples=60, deadline=None)
-@given(texts=st.lists(ANY, max_size=9), size=st.integers(1, 40))
-def test_splitting_does_not_change_the_ids(form: str, texts: list[str], size: int, load_both: LoadBoth) -> None:
-    tokenizer = load_both(form)[0]
-    parts = [part for part, _ in boundaries.parts([*texts, "some words"], tokenizer.pattern, size)]
-    assert tokenizer.encode("".join(texts) + "some words").tolist() == [
-        id for part in parts for id in tokenizer.encode(part)
-    ]
-    assert len(list(boundaries.parts(["some words "] * 9, tokenizer.pattern, 10))) > 4
-
-
 # Commands and runs
 
 
