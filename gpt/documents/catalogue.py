@@ -169,15 +169,7 @@ def _stdlib_sources() -> list[Source]:
     for parent, folders, entries in os.walk(root):
         folders[:] = sorted(set(folders) - skipped_folders)
         for path in [Path(parent, entry) for entry in sorted(entries) if entry.endswith(".py")]:
-            if _is_utf8_text(path.read_bytes()):  # A few modules declare an encoding other than UTF-8.
-                modules.append(file_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
+            modules.append(file_source(f"stdlib/{path.relative_to(root).as_posix()}", path))
     if not modules:
         raise UserError(f"this Python has no .py files of its own in {root}", "train on your own text: gpt train FILE")
     return modules
-
-
-def _is_utf8_text(data: bytes) -> bool:
-    try:
-        return "\0" not in data.decode()
-    except UnicodeDecodeError:
-        return False
