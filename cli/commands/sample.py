@@ -78,7 +78,7 @@ def sample(
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
     settings = loaded.sampling.apply(settings, given, note)
     _note_ineffective(settings, given, note)
     if out is not None:

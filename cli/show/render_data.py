@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.config.events import format_seconds
-from gpt.system.words import counted
+from gpt.system.words import counted, percent
 
 from . import json_results, render, terminal
 
@@ -142,12 +142,12 @@ SHOWN_REPEATS = 10  # Maximum repeats of a kind in the terminal. JSON has more.
 def repeats(listing: "Listing") -> None:
     """Prints the repeats of a token folder."""
     summary, copies = listing.summary(), listing.copies()
-    share = f"{summary['copied_share']:.1%} of the text"
+    share = f"{percent(summary['copied_share'])} of the text"
     render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
     _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
-    render.fact("repeated passages", f"{summary['repeated_share']:.1%} of the training text")
+    render.fact("repeated passages", f"{percent(summary['repeated_share'])} of the training text")
     _print_repeats("First in", map(_passage, listing.passages("train")))
-    render.fact("held-out passages in the training text", f"{summary['held_out_share']:.1%} of the held-out text")
+    render.fact("held-out passages in the training text", f"{percent(summary['held_out_share'])} of the held-out text")
     _print_repeats("First in", map(_passage, listing.passages("val")))
 
 
@@ -230,7 +230,7 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
     if usage is not None:
         size = f"{usage.bytes:,} bytes, {usage.tokens:,} tokens"
         table.add_row("text", f"{size}: {usage.bytes_per_token:.2f} bytes per token")
-        table.add_row("ids used", f"{usage.ids_used:,} ({usage.ids_used / tokenizer.vocab_size:.1%})")
+        table.add_row("ids used", f"{usage.ids_used:,} ({percent(usage.ids_used / tokenizer.vocab_size)})")
     return table
 
 

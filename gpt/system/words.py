@@ -10,9 +10,10 @@ def counted(n: int, singular: str, plural: str = "") -> str:
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
-def percent(share: float) -> str:
+def percent(share: float, decimals: int = 2) -> str:
     """Returns a share as ``5.69 %``, or ``< 0.01 %`` if that would round to 0."""
-    return "< 0.01 %" if 0 < share < 0.00005 else f"{100 * share:.2f} %"
+    smallest = 10.0**-decimals
+    return f"< {smallest:g} %" if 0 < 100 * share < smallest / 2 else f"{100 * share:.{decimals}f} %"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:

@@ -354,7 +354,7 @@ def live_line(display: progress.TrainDisplay) -> str:
 @pytest.mark.parametrize("width", [20, 60, 80, 100, 140])
 @pytest.mark.parametrize("plan", [events.Plan(12_000, 64), events.Plan(12_000, 64, "teacher 3 of 8", 3800.0)])
 def test_training_line_fits_and_drops_the_least_important(width: int, plan: events.Plan) -> None:
-    dropped = ["tokens/s (41.3% MFU)", "▁", "━", "step 1,210", "held-out 3.250 (best)", "loss 4.500", " left"]
+    dropped = ["tokens/s (41.3 % MFU)", "▁", "━", "step 1,210", "held-out 3.250 (best)", "loss 4.500", " left"]
     with progress.TrainDisplay(quiet=False, console=terminal(width)) as display:
         display(plan)
         display(events.EvalEvent(5, 320, 1.0, val_loss=3.25, best=True))
