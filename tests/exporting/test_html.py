@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+import zlib
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -58,17 +59,9 @@ def read_page(path: Path) -> tuple[dict[str, Any], bytes]:
     parts = re.findall(r'<script type="application/octet-stream" data-of="\d+" class="weights">(.*?)</script>', text)
     stream = b"".join(map(base64.b64decode, parts))
     header = json.loads(head[1])
-    assert head[0] == checksum(head[1].encode())
-    assert (header["sum"], header["bytes"]) == (checksum(stream), len(stream))
+    assert int(head[0]) == zlib.adler32(head[1].encode())
+    assert (header["sum"], header["bytes"]) == (zlib.adler32(stream), len(stream))
     return header, stream
-
-
-def checksum(data: bytes) -> str:
-    total = total_of_totals = 0
-    for word in np.frombuffer(data + bytes(-len(data) % 4), "<u4").tolist():
-        total = (total + word) % 2**32
-        total_of_totals = (total_of_totals + total) % 2**32
-    return f"{total:08x}{total_of_totals:08x}"
 
 
 def padded(config: GPTConfig, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -443,7 +436,7 @@ def read_text(path: Path) -> tuple[dict[str, Any], bytes]:
         r'<script type="application/octet-stream" class="text">(.*?)</script>', path.read_text("utf-8")
     )
     stream = base64.b64decode(data)
-    assert header["text"]["sum"] == checksum(stream)
+    assert header["text"]["sum"] == zlib.adler32(stream)
     return header["text"], stream
 
 
