@@ -76,7 +76,6 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
         run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
-    raw, smooth = _describe_smoothing(reports, max_points)
     texts = {report.held_out for report in reports if report.is_run}
     return {
         "runs": runs,
@@ -84,8 +83,7 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
         "loss": {"high": high, "logarithmic": logarithmic, "cut": cut},
         "warning": "different held-out texts: their losses cannot be compared" if len(texts) > 1 else None,
         "time": time_unit(reports),
-        "raw": raw,
-        "smoothing": smooth,
+        "smooths": any(_half_window(len(run["steps"]["loss"])) for run in runs),
         "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
     }
 
@@ -157,20 +155,3 @@ def smooth_losses(losses: Sequence[float | None]) -> list[float | None]:
 def _half_window(points: int) -> int:
     """Returns half the width of the smoothing window: 2 % of the curve, or 0 for a short curve."""
     return 0 if points < 20 else max(1, points // 50)
-
-
-def _describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
-    """Returns two texts: how many steps a raw point averages, and how many a smoothed point averages. The second is
-    None if all curves are short."""
-    counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
-    steps_per_point = [max(1, -(-count // max_points)) for count in counts]
-    half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]
-    smoothed_steps = [n * (2 * r + 1) for n, r in zip(steps_per_point, half_windows, strict=True)]
-    return _describe_mean(steps_per_point), _describe_mean(smoothed_steps) if max(half_windows) else None
-
-
-def _describe_mean(steps: Sequence[int]) -> str:
-    smallest, largest = min(steps), max(steps)
-    if largest == 1:
-        return "each step"
-    return f"mean of {largest:,} steps" if smallest == largest else f"mean of {smallest:,} to {largest:,} steps"

@@ -72,21 +72,21 @@ def _charts(data: dict[str, Any]) -> Iterator[Chart]:
 
 def _loss_chart(data: dict[str, Any]) -> Chart:
     """Returns the chart of smoothed and held-out losses, and of a single run's raw losses in a pale colour."""
-    raw, smoothing, several = data["raw"], data["smoothing"], len(data["runs"]) > 1
+    several, smoothed = len(data["runs"]) > 1, ", smoothed" if data["smooths"] else ""
     series = []
     for index, run in enumerate(data["runs"]):
         steps, name = run["steps"], run["name"]
-        if not several and smoothing:
-            series.append(Series(f"training, {raw}", _losses(data, steps, "loss"), 0, pale=True))
-        label = name if several else f"training, {smoothing or raw}"
+        if not several and smoothed:
+            series.append(Series("training", _losses(data, steps, "loss"), 0, pale=True))
+        label = name if several else "training" + smoothed
         series.append(Series(label, _losses(data, steps, "smooth"), 2 * index))
         evals = _losses(data, run["evals"], "val_loss")
         series.append(Series(f"{name} held-out" if several else "held-out", evals, 2 * index + 1))
-    return _title(data, "loss", smoothing if several else None), "steps", series, 13, True
+    return _title(data, "loss" + (smoothed if several else "")), "steps", series, 13, True
 
 
-def _title(data: dict[str, Any], what: str, smoothing: str | None = None) -> str:
-    return ", ".join(filter(None, [what, data["unit"], smoothing, data["loss"]["cut"]]))
+def _title(data: dict[str, Any], what: str) -> str:
+    return ", ".join(filter(None, [what, data["unit"], data["loss"]["cut"]]))
 
 
 def _losses(data: dict[str, Any], columns: dict[str, list[Any]], key: str, x: str = "step") -> list[Point]:

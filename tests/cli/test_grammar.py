@@ -70,7 +70,7 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
     result = gpt("chat", run)
     assert_error(result, f"unexpected extra argument(s) ({run})")
     assert "-m names the model" in result.err
-    assert_error(gpt("chat", "--seed", "-1"), "seed is -1")
+    assert_error(gpt("chat", "--seed", "-1"), "Invalid value for '--seed'")
     assert_error(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
 
 

@@ -273,7 +273,7 @@ def test_report_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_
         True, True, False, False, False, False,
     ]  # fmt: skip
     assert page.locator("figure[data-chart='loss'] figcaption").inner_text().split("\n")[0] == "Loss, nats per token"
-    assert "training, mean of 1 to 3 steps" in page.locator("figure[data-chart='loss'] figcaption").inner_text()
+    assert "training, smoothed" in page.locator("figure[data-chart='loss'] figcaption").inner_text()
     before = page.locator(charts).first.get_attribute("d")
     page.select_option("#axis", "seconds")
     assert page.locator(charts).first.get_attribute("d") != before

@@ -74,7 +74,7 @@ def test_errors_show_control_characters(run_on_terminal: Run, workdir: Path) -> 
 def test_lines_break_between_words(run_on_terminal: Run, monkeypatch: pytest.MonkeyPatch, width: int) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
     lines = re.sub(r"\x1b\[[\d;]*m", "", run_on_terminal("sample", "-N", str(2**63))[1]).splitlines()
-    message = f"error: num is {2**63}; it must be a whole number from 1 to {2**63 - 1:,}"
+    message = f"error: Invalid value for '--num' / '-N': Input should be less than or equal to {2**63 - 1}"
     assert " ".join(" ".join(lines).split()).startswith(message)
     assert all(len(line) <= width for line in lines)
 
