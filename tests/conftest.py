@@ -384,3 +384,15 @@ def real_cuda() -> None:
 
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")
+
+
+def deny_access(monkeypatch: pytest.MonkeyPatch, folder_name: str) -> None:
+    """Makes ``stat`` fail for files in folders called ``folder_name``."""
+    stat = Path.stat
+
+    def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
+        if path.parent.name == folder_name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", no_stat)

@@ -79,11 +79,6 @@ def test_lines_break_between_words(run_on_terminal: Run, monkeypatch: pytest.Mon
     assert all(len(line) <= width for line in lines)
 
 
-def test_pipes_get_raw_control_characters(gpt: Gpt, workdir: Path) -> None:
-    Path("c.toml").write_text('"\\u001b[31m\\u202e" = 3\n', encoding="utf-8")
-    assert 'unknown key "\x1b[31m\u202e"' in gpt("train", "--config", "c.toml").err
-
-
 def test_samples_show_control_characters(gpt: Gpt, run_on_terminal: Run, run_folder: Path) -> None:
     args = ["sample", CONTROL, "-m", run_folder, "-n", "60", "-t", "100", "--seed", "1"]
     code, output = run_on_terminal(*args)
@@ -104,12 +99,6 @@ def test_json_on_a_terminal_is_escaped_but_equal(gpt: Gpt, run_on_terminal: Run,
     assert is_printable(line)
     assert json.loads(line) == json.loads(gpt(*args).out)
     assert "\u202e" in gpt(*args).out
-
-
-def test_decoded_bytes_show_control_characters(gpt: Gpt, run_on_terminal: Run) -> None:
-    args = ["tokenizer", "decode", "27 91 50 74 255 10", "--tokenizer", "bytes"]
-    assert run_on_terminal(*args) == (0, "␛[2J\\xff\n")
-    assert gpt(*args).out.startswith("\x1b[2J")
 
 
 @pytest.mark.slow
