@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
@@ -396,3 +397,20 @@ def deny_access(monkeypatch: pytest.MonkeyPatch, folder_name: str) -> None:
         return stat(path, **kwargs)
 
     monkeypatch.setattr(Path, "stat", no_stat)
+
+
+class Stream:
+    """A stream of training tokens in memory."""
+
+    def __init__(self, ids: Sequence[int], offsets: Any = ()) -> None:
+        self.ids, self.offsets = np.array(ids, np.int64), offsets
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, start: int, length: int) -> Any:
+        assert 0 <= start <= start + length <= len(self.ids)
+        return self.ids[start : start + length]
+
+    def release(self) -> None:
+        pass
