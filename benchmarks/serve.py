@@ -340,7 +340,7 @@ def check_equality(run: Path, prompts: Sequence[str]) -> list[str]:
         start_time = time.perf_counter()
         replies = asyncio.run(send_requests(server, bodies, lambda at: 0.05 if at in disconnecting else None))
         seconds = time.perf_counter() - start_time
-    model = api.load(run, dtype="float32", threads=1, sampling=SampleConfig())
+    model = api.load(run, dtype="float32", threads=1, for_decoding=True)
     failed = [at for at, reply in enumerate(replies) if reply.status != 200 and at not in disconnecting]
     answered = [at for at, reply in enumerate(replies) if reply.status == 200]
     different = [

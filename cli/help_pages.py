@@ -17,7 +17,7 @@ FLAGS = ["-h", "--help", "--help-all"]
 COMMON, RARE = "Options", "Rarely needed"
 MAX_LISTED_OPTIONS = 12  # Maximum number of options that --help lists in full.
 WIDTH = 100  # Maximum width of a page in columns.
-PLACEHOLDERS = {"int": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
+PLACEHOLDERS = {"int": "N", "int range": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
 
 
 def help_page(command: Any, ctx: Any) -> str:

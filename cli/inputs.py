@@ -1,11 +1,7 @@
 """Reads files and stdin up to size limits."""
 
 import contextlib
-import io
-import os
-import stat
 import sys
-import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +12,6 @@ from gpt.system.files import suggest_name
 
 from .show import render
 
-WAIT_SECONDS = 1.0  # Delay of the note about waiting for input.
 MAX_TEXT_BYTES = 64 * 2**20  # Maximum bytes of a text, or of a line in a prompt file.
 MAX_PROMPT_FILE_BYTES = 2**30  # Maximum bytes of a prompt file.
 
@@ -78,43 +73,22 @@ def _size_error(what: str, max_bytes: int, hint: str) -> UserError:
 
 @contextlib.contextmanager
 def open_input(file: Path, what: str) -> Iterator[BinaryIO]:
-    """Opens a file, or stdin for ``-``. Prints a note if a terminal or pipe is still open after `WAIT_SECONDS`. Raises
-    `UserError` if the input cannot be read."""
+    """Opens a file, or stdin for ``-``. Raises `UserError` if the input cannot be read."""
     if str(file) == "-" and sys.stdin is None:
         raise UserError("there is no standard input to read", "give a file")
+    announce_stdin([str(file)], what)
     try:
-        with _note_when_waiting(file, what):
-            if str(file) == "-":
-                yield sys.stdin.buffer
-            else:
-                with file.open("rb") as stream:
-                    yield stream
+        if str(file) == "-":
+            yield sys.stdin.buffer
+        else:
+            with file.open("rb") as stream:
+                yield stream
     except OSError as error:
         hint = "" if file.exists() else suggest_name(file)
         raise UserError(f"cannot read {display_name(file)}: {error.strerror or error}", hint) from None
 
 
-@contextlib.contextmanager
-def _note_when_waiting(file: Path, what: str) -> Iterator[None]:
-    stdin = str(file) == "-"
-    try:
-        mode = (os.fstat(sys.stdin.fileno()) if stdin else file.stat()).st_mode
-    except io.UnsupportedOperation:  # A stream in memory has no descriptor.
-        mode = stat.S_IFREG
-    if stat.S_ISREG(mode):
-        yield
-        return
-    ending = "; end with Ctrl-D" if stdin and sys.stdin.isatty() else ", which is still open"
-    timer = threading.Timer(WAIT_SECONDS, render.note, [f"reading {what} from {display_name(file)}{ending}"])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def announce_stdin(texts: Sequence[str] | None) -> None:
+def announce_stdin(texts: Sequence[str] | None, what: str = "the text") -> None:
     """Prints a note if ``texts`` include stdin and stdin is a terminal."""
     if "-" in (texts or ()) and sys.stdin is not None and sys.stdin.isatty():
-        render.note("reading the text from stdin; end with Ctrl-D")
+        render.note(f"reading {what} from stdin; end with Ctrl-D")

@@ -29,7 +29,9 @@ Model = Annotated[
 ]
 PromptFile = Annotated[Path | None, option(help="Read the prompt from a file; - is stdin", rich_help_panel="Text")]
 TextFile = Annotated[Path | None, option(help="Read the text from a file; - is stdin")]
-Seed = Annotated[int | None, option(help="Random seed; the same seed gives the same text", show_default="random")]
+Seed = Annotated[
+    int | None, option(help="Random seed; the same seed gives the same text", show_default="random", min=0, max=2**53)
+]
 Base = Annotated[
     str | None,
     option(

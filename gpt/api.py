@@ -219,20 +219,19 @@ def load(
     dtype: str = "auto",
     threads: int | None = None,
     note: Callable[[str], None] = lambda text: None,
-    sampling: SampleConfig | None = None,
+    for_decoding: bool = False,
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
     Transformers folder. The default is the newest run. If the latest checkpoint is damaged, calls ``note`` and loads
     the previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
     or damaged.
 
-    ``sampling`` has the settings of later calls. If it is given, the weights are laid out for decoding, in ``dtype``.
-    The model can then be neither trained nor saved, and the default number of ``threads`` depends on its size. On a
-    CPU, the quantized matrices of a GGUF file are used as they are, unless ``dtype`` is given. A ``dtype`` of "int8" or
-    "int4" quantizes the weights.
+    With ``for_decoding``, the weights are laid out for generating text, in ``dtype``. The model can then be neither
+    trained nor saved, and the default number of ``threads`` depends on its size. On a CPU, the quantized matrices of a
+    GGUF file are used as they are, unless ``dtype`` is given. A ``dtype`` of "int8" or "int4" quantizes the weights.
     """
     model_path = folder.with_base(folder.find_checkpoint(None if path is None else str(path), note), base)
-    is_adapter, for_decoding, bits = folder.is_adapter(model_path), sampling is not None, BITS.get(dtype)
+    is_adapter, bits = folder.is_adapter(model_path), BITS.get(dtype)
     compute = pick(device, dtype)
     is_packed = for_decoding and find_library(compute, note) is not None
     quantized_types = {} if is_adapter else gguf_model.quantized_types(model_path)
@@ -325,7 +324,7 @@ def bench(
         compute = devices.lend_threads(compute) if native.is_packed(model) else compute
         name = target
     else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, sampling=SampleConfig())
+        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
         model, compute, name = loaded.model, loaded.compute, str(loaded.path)
     config = config.fitted(model.config.block_size)
     speed = measure(model, compute, config, note)

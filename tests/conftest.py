@@ -9,11 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 if TYPE_CHECKING:
@@ -384,3 +385,32 @@ def real_cuda() -> None:
 
 
 needs_shared = pytest.mark.skipif(not SHARED.exists(), reason="../shared is not in a user's checkout")
+
+
+def deny_access(monkeypatch: pytest.MonkeyPatch, folder_name: str) -> None:
+    """Makes ``stat`` fail for files in folders called ``folder_name``."""
+    stat = Path.stat
+
+    def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
+        if path.parent.name == folder_name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return stat(path, **kwargs)
+
+    monkeypatch.setattr(Path, "stat", no_stat)
+
+
+class Stream:
+    """A stream of training tokens in memory."""
+
+    def __init__(self, ids: Sequence[int], offsets: Any = ()) -> None:
+        self.ids, self.offsets = np.array(ids, np.int64), offsets
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, start: int, length: int) -> Any:
+        assert 0 <= start <= start + length <= len(self.ids)
+        return self.ids[start : start + length]
+
+    def release(self) -> None:
+        pass

@@ -14,7 +14,6 @@ import httpx
 
 from gpt import api
 from gpt.api import LanguageModel
-from gpt.config.sample import SampleConfig
 from gpt.config.serve import ServeConfig
 from gpt.decoding.context import Context
 from gpt.insight.passages import TrainingText
@@ -27,7 +26,7 @@ from gpt.serve.worker import Worker
 
 
 def load(path: Path) -> LanguageModel:
-    return api.load(path, dtype="float32", sampling=SampleConfig())
+    return api.load(path, dtype="float32", for_decoding=True)
 
 
 class Served:

@@ -25,7 +25,6 @@ from gpt.api import LanguageModel
 from gpt.chat import chat
 from gpt.config import events
 from gpt.config.model import RopeScaling
-from gpt.config.sample import SampleConfig
 from gpt.system.errors import Interrupted
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 
@@ -204,7 +203,7 @@ def test_exports_have_the_logits_texts_and_ends_of_the_trained_model(name: str, 
         assert exported.tokenizer.prompt("a<|im_end|>") == trained.tokenizer.prompt("a<|im_end|>"), path
         assert exported.tokenizer.ends == trained.tokenizer.ends, path
         assert exported.tokenizer.chat_template == trained.tokenizer.chat_template, path
-    own, copy = (library.load(path, dtype="int8", sampling=SampleConfig()) for path in (run, "model.gguf"))
+    own, copy = (library.load(path, dtype="int8", for_decoding=True) for path in (run, "model.gguf"))
     assert torch.equal(logits(own), logits(copy))
     assert own.generate(prompt, **GREEDY) == copy.generate(prompt, **GREEDY)
 
@@ -220,7 +219,7 @@ def test_exports_have_the_logits_texts_and_ends_of_the_trained_model(name: str, 
 )
 def test_neighbours_in_the_server_do_not_change_a_text(family: str, dtype: str, bases: Bases) -> None:
     """Texts continue past the context."""
-    model = library.load(bases(family), dtype=dtype, sampling=SampleConfig())
+    model = library.load(bases(family), dtype=dtype, for_decoding=True)
     settings = {"max_tokens": 40, "ignore_eos": True, "logprobs": 0}
     bodies = [{"prompt": list(range(40, 40 + size)), "seed": size, **settings} for size in (1, 9, 30, 31)]
     chat_body = {"messages": QUESTION, "seed": 3, "max_tokens": 5, "ignore_eos": True, "logprobs": True}

@@ -6,7 +6,6 @@ from gpt.config.sample import SampleConfig
 
 from ..options import Base, Device, Dtype, Model, Seed, Threads, option, takes
 from .interactive import UNUSED, converse, resolve_constraint
-from .sample import check_numbers
 
 
 @takes(SampleConfig, without=UNUSED)
@@ -29,7 +28,6 @@ def chat(
     gpt chat
     gpt chat -m hf:Qwen/Qwen3-0.6B --system "Answer in one sentence."
     """
-    check_numbers(1, seed)
     variables = {"enable_thinking": False} if no_think else {}
     settings = resolve_constraint(settings, given)
     converse(settings, given, model, base, seed, device, dtype, threads, system, variables)

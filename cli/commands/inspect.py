@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.system.errors import UserError
-
 from .. import inputs
 from ..options import Device, Json, Model, Out, PromptFile, option
 from ..show import page, plots, progress, render
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Look inside a model: attention, embeddings, positions.")
 
-Count = Annotated[int, option("--count", "-k", help="Number of tokens to list")]
+Count = Annotated[int, option("--count", "-k", min=1, help="Number of tokens to list")]
 
 
 @app.command("attention")
@@ -76,7 +74,7 @@ def neighbors(
 
     gpt inspect neighbors king queen
     """
-    embeddings, name = _load_embeddings(count, model, out, json)
+    embeddings, name = _load_embeddings(model, out, json)
     from ..show import json_inspect
 
     data = json_inspect.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
@@ -102,7 +100,7 @@ def analogy(
     from gpt.insight.inspect import parse_analogy  # Slow, because it imports torch.
 
     parsed = parse_analogy(words)
-    embeddings, name = _load_embeddings(count, model, out, json)
+    embeddings, name = _load_embeddings(model, out, json)
     from ..show import json_inspect
 
     terms = [(sign, embeddings.find(word)) for sign, word in parsed]
@@ -140,10 +138,8 @@ def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
     return api.load(model, device=device, dtype="float32")  # float32 gives exact numbers.
 
 
-def _load_embeddings(count: int, model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
+def _load_embeddings(model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
     page.check_out(out)
-    if count < 1:
-        raise UserError(f"count is {count}; it must be 1 or more")
     loaded = _load(model, "cpu", json)
     from gpt.insight.inspect import Embeddings
 

@@ -252,7 +252,7 @@ def converse(
     template can read ``variables``."""
     with progress.startup_spinner(quiet=False):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, sampling=settings)
+    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
     interaction = Interaction(load(model, base=base), load, settings, given, seed, system, variables)
     if (system or variables) and not interaction.is_chat:
         raise UserError(

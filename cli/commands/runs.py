@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from gpt.system.errors import UserError
-from gpt.system.words import counted
+from gpt.system.words import counted, format_bytes
 
 from ..options import Json, option
 from ..show import render, render_data
@@ -55,7 +55,7 @@ def remove(
     runs = [path if len(path.parts) > 1 else Path(folder.RUNS, path) for path in map(Path, dict.fromkeys(names))]
     for run in runs:
         folder.check_run(run)
-    size = render_data.format_size(sum(summarize(run).bytes for run in runs))
+    size = format_bytes(sum(summarize(run).bytes for run in runs))
     question = f"Delete {', '.join(map(str, runs))}: {counted(len(runs), 'run')}, {size}?"
     with contextlib.suppress(typer.Abort):  # The answer is missing.
         yes = yes or typer.confirm(question, err=True)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from gpt.decoding.prompts import Results
     from gpt.decoding.write import Piece
 
-MAX_VALUES = {"num": 2**63 - 1, "seed": 2**53}
-
 
 @takes(SampleConfig)
 def sample(
@@ -38,7 +36,9 @@ def sample(
         Path | None,
         option(help='Many prompts: JSON lines of {"prompt": …}; - is stdin', rich_help_panel="Text"),
     ] = None,
-    num: Annotated[int, option("--num", "-N", help="Number of samples, or of beams to return")] = 1,
+    num: Annotated[
+        int, option("--num", "-N", help="Number of samples, or of beams to return", min=1, max=2**63 - 1)
+    ] = 1,
     seed: Seed = None,
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
@@ -61,7 +61,6 @@ def sample(
     gpt sample "Once upon a time" -m runs/book -t 0.5 -n 100
     gpt sample -N 3 --top-p 0.9 -m hf:Qwen/Qwen3-0.6B
     """
-    check_numbers(num, seed)
     settings = resolve_constraint(settings, given)
     if interactive:
         if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
@@ -78,7 +77,7 @@ def sample(
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, sampling=settings)
+    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
     settings = loaded.sampling.apply(settings, given, note)
     _note_ineffective(settings, given, note)
     if out is not None:
@@ -122,13 +121,6 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
     from gpt.decoding.prompts import parse_prompts
 
     return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
-
-
-def check_numbers(num: int, seed: int | None) -> None:
-    """Raises `UserError` if ``num`` or ``seed`` is out of range."""
-    for name, value, minimum in (("num", num, 1), ("seed", seed, 0)):
-        if value is not None and not minimum <= value <= MAX_VALUES[name]:
-            raise UserError(f"{name} is {value}; it must be a whole number from {minimum} to {MAX_VALUES[name]:,}")
 
 
 def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from gpt.config.sample import SampleConfig
 from gpt.config.serve import LOOPBACK, ServeConfig
 from gpt.system.distribution import install_extra
 from gpt.system.errors import WorkError
@@ -38,7 +37,7 @@ def serve(
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
     loaded = api.load(
-        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, sampling=SampleConfig()
+        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True
     )
     path = Path(loaded.path)
     model_path = path.parent if (path.parent / "run.json").exists() else path

@@ -61,7 +61,7 @@ def show(
     settings: ReadConfig,
     tokenizer: Annotated[str, typer.Argument(help=_TOKENIZER)],
     text: Annotated[list[str] | None, typer.Argument(help="Text to count tokens of, as in `gpt train`")] = None,
-    longest: Annotated[int, option(help="Number of the longest tokens to list")] = 20,
+    longest: Annotated[int, option(min=0, help="Number of the longest tokens to list")] = 20,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -70,8 +70,6 @@ def show(
     gpt tokenizer show runs/book
     gpt tokenizer show gpt2 book.txt
     """
-    if longest < 0:
-        raise UserError(f"longest is {longest}; it must be 0 or more")
     loaded, _ = _load_tokenizer(tokenizer, None)
     usage = None
     inputs.announce_stdin(text)

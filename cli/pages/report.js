@@ -38,7 +38,7 @@ function series(name) {
       points: columns[xColumn].map((x, at) => [xColumn === "seconds" ? x / unit : x, columns[column][at]]).filter(([x]) => x !== null) });
     if (name !== "loss") return [makeCurve(run.steps, name, runs.length > 1 ? run.name : name)];
     const label = runs.length > 1 ? run.name : "training";
-    const curves = data.smoothing ? [makeCurve(run.steps, "loss", label, { pale: true })] : [];
+    const curves = data.smooths ? [makeCurve(run.steps, "loss", label, { pale: true })] : [];
     curves.push(makeCurve(run.steps, "smooth", label));
     if (run.evals.step.length) curves.push(makeCurve(run.evals, "val_loss", runs.length > 1 ? `${run.name} held-out` : "held-out",
       { ...heldOutStyle, ...(runs.length === 1 ? { colour: "--c1" } : {}) }));
@@ -49,8 +49,8 @@ function series(name) {
 }
 function legend() {
   const [trainingColour, heldOutColour] = runs.length > 1 ? ["--soft", "--soft"] : [colours[0], "--c1"];
-  return [...(data.smoothing ? [[`training, ${data.raw}`, { colour: trainingColour, pale: true }]] : []),
-    [`training, ${data.smoothing ?? data.raw}`, { colour: trainingColour }],
+  return [...(data.smooths ? [["training", { colour: trainingColour, pale: true }]] : []),
+    [data.smooths ? "training, smoothed" : "training", { colour: trainingColour }],
     ...(runs.some((run) => run.evals.step.length) ? [["held-out", { colour: heldOutColour, ...heldOutStyle }]] : [])];
 }
 function draw() {

@@ -1,4 +1,4 @@
-"""The data of ``gpt report``, for ``--json``, its page and charts in the terminal."""
+"""The data of ``gpt report``, for ``--json``, and for its page and the terminal."""
 
 import math
 from collections.abc import Sequence
@@ -64,10 +64,10 @@ def _copying(report: Report) -> Tree | None:
     }
 
 
-def report_page(reports: Sequence[Report]) -> Tree:
-    """Returns the data of ``pages/report.js``."""
-    runs, unit = comparable_runs(reports, POINTS)
-    high, logarithmic, cut = limit_losses(runs)
+def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
+    """Returns the data of ``pages/report.js`` and `render_report`, with up to ``max_points`` points per curve."""
+    runs, unit = _comparable_runs(reports, max_points)
+    high, logarithmic, cut = _limit_losses(runs)
     for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
         values, nats = run["yardsticks"] or {}, run["bits_per_nat"] if len(runs) == 1 else None
@@ -76,15 +76,14 @@ def report_page(reports: Sequence[Report]) -> Tree:
         run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
-    raw, smooth = describe_smoothing(reports, POINTS)
+    texts = {report.held_out for report in reports if report.is_run}
     return {
         "runs": runs,
         "unit": unit,
         "loss": {"high": high, "logarithmic": logarithmic, "cut": cut},
-        "warning": warn_of_texts(reports),
+        "warning": "different held-out texts: their losses cannot be compared" if len(texts) > 1 else None,
         "time": time_unit(reports),
-        "raw": raw,
-        "smoothing": smooth,
+        "smooths": any(_half_window(len(run["steps"]["loss"])) for run in runs),
         "differing": [k for k in find_differing_settings([report.settings for report in reports]) if k != "started"],
     }
 
@@ -93,7 +92,7 @@ NATS, BITS = "nats per token", "bits per byte"
 OUTCOMES = {None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted"}
 
 
-def choose_loss_unit(reports: Sequence[Report]) -> str:
+def _choose_loss_unit(reports: Sequence[Report]) -> str:
     """Returns the unit of losses: nats per token, or bits per byte for runs with different tokenizers."""
     tokenizers = {report.record.tokenizer and report.record.tokenizer.fingerprint for report in reports}
     if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
@@ -103,9 +102,9 @@ def choose_loss_unit(reports: Sequence[Report]) -> str:
     return f"{NATS}, not comparable: {BITS} are not known for all runs"
 
 
-def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
+def _comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tree], str]:
     """Returns the data of runs with losses in a common unit, and the unit. Limits curves to ``max_points`` points."""
-    runs, unit = [report_data(report, max_points) for report in reports], choose_loss_unit(reports)
+    runs, unit = [report_data(report, max_points) for report in reports], _choose_loss_unit(reports)
     names = [report.name for report in reports]
     for run in runs:
         if names.count(run["name"]) > 1:
@@ -118,13 +117,7 @@ def comparable_runs(reports: Sequence[Report], max_points: int) -> tuple[list[Tr
     return runs, unit
 
 
-def warn_of_texts(reports: Sequence[Report]) -> str | None:
-    """Returns a warning if runs were evaluated on different held-out texts."""
-    texts = {report.held_out for report in reports if report.is_run}
-    return "different held-out texts: their losses cannot be compared" if len(texts) > 1 else None
-
-
-def limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]:
+def _limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]:
     """Returns the upper end of the losses' axis, whether it is logarithmic, and what it cuts off. A loss far above the
     start, or a training loss far below all held-out losses, must not flatten other curves."""
     losses = [(run["steps"]["loss"], run["evals"]["val_loss"]) for run in runs]
@@ -162,20 +155,3 @@ def smooth_losses(losses: Sequence[float | None]) -> list[float | None]:
 def _half_window(points: int) -> int:
     """Returns half the width of the smoothing window: 2 % of the curve, or 0 for a short curve."""
     return 0 if points < 20 else max(1, points // 50)
-
-
-def describe_smoothing(reports: Sequence[Report], max_points: int) -> tuple[str, str | None]:
-    """Returns two texts: how many steps a raw point averages, and how many a smoothed point averages. The second is
-    None if all curves are short."""
-    counts = [len(report.history.steps) for report in reports if report.history.steps] or [0]
-    steps_per_point = [max(1, -(-count // max_points)) for count in counts]
-    half_windows = [_half_window(-(-count // n)) for count, n in zip(counts, steps_per_point, strict=True)]
-    smoothed_steps = [n * (2 * r + 1) for n, r in zip(steps_per_point, half_windows, strict=True)]
-    return _describe_mean(steps_per_point), _describe_mean(smoothed_steps) if max(half_windows) else None
-
-
-def _describe_mean(steps: Sequence[int]) -> str:
-    smallest, largest = min(steps), max(steps)
-    if largest == 1:
-        return "each step"
-    return f"mean of {largest:,} steps" if smallest == largest else f"mean of {smallest:,} to {largest:,} steps"

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from gpt.config.events import format_seconds
 from gpt.system.errors import shorten
-from gpt.system.words import as_json, counted
+from gpt.system.words import as_json, counted, percent
 
 from . import terminal
 
@@ -109,8 +109,8 @@ def key_value_table(rows: Mapping[str, str]) -> Table:
 
 
 def percent_of_peak(mfu: float | None) -> str:
-    """Returns an MFU as a suffix, such as `` (41.3% MFU)``, or an empty string if the MFU is unknown."""
-    return "" if mfu is None else f" ({mfu:.1%} MFU)"
+    """Returns an MFU as a suffix, such as `` (41.3 % MFU)``, or an empty string if the MFU is unknown."""
+    return "" if mfu is None else f" ({percent(mfu, 1)} MFU)"
 
 
 def result(result: "Result", quiet: bool = False) -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.config.events import format_seconds
-from gpt.system.words import counted
+from gpt.system.words import counted, format_bytes, percent
 
 from . import json_results, render, terminal
 
@@ -30,16 +30,6 @@ SPLITS = {
 }
 
 
-def format_size(size: int | None) -> str:
-    """Formats a size in up to three digits: ``460 kB``, ``7 MB``, ``28.5 GB``."""
-    if size is None:
-        return ""
-    value, units = float(size), ["bytes", "kB", "MB", "GB"]
-    while value >= 999.5 and len(units) > 1:
-        value, units = value / 1000, units[1:]
-    return f"{value:,.0f} {units[0]}" if value >= 99.95 else f"{value:.1f} {units[0]}".replace(".0 ", " ")
-
-
 def runs(summaries: "Sequence[RunSummary]") -> None:
     """Prints a line per run."""
     table = render.table("Run", "Text", ">Parameters", ">Bits per byte", "Verdict", "Started (UTC)", ">Size")
@@ -47,7 +37,7 @@ def runs(summaries: "Sequence[RunSummary]") -> None:
         bits = "" if run.bits_per_byte is None else f"{run.bits_per_byte:.3f}"
         parameters = "" if run.parameters is None else f"{run.parameters:,}"
         started = (run.started or "")[:16].replace("T", " ")
-        table.add_row(run.name, run.text or "", parameters, bits, run.verdict, started, format_size(run.bytes))
+        table.add_row(run.name, run.text or "", parameters, bits, run.verdict, started, format_bytes(run.bytes))
     render.show(table, Text("gpt report runs/NAME prints details; gpt train --resume runs/NAME finishes a run.", "dim"))
 
 
@@ -59,7 +49,8 @@ def corpora(entries: "Sequence[CatalogueEntry]") -> None:
         table.columns[at].no_wrap = True
     for entry in entries:
         status = json_results.status(entry)
-        table.add_row(entry.name, entry.title, format_size(entry.size), entry.license, status)
+        size = format_bytes(entry.size) if entry.size else ""
+        table.add_row(entry.name, entry.title, size, entry.license, status)
     render.show(table, Text("gpt data show NAME prints details; gpt train NAME downloads missing files.", "dim"))
 
 
@@ -71,7 +62,7 @@ def corpus(entry: "CatalogueEntry", data: dict[str, Any]) -> None:
         "license": entry.license,
         "language": entry.language,
         "homepage": entry.homepage,
-        "size": ("about " if entry.python else "") + format_size(entry.size),
+        "size": ("about " if entry.python else "") + (format_bytes(entry.size) if entry.size else ""),
         "text": f'the column "{entry.field}"; its rows are {entry.rows}' if entry.field else "whole files",
         "status": data["status"],
         "folder": data["folder"] or "",
@@ -142,12 +133,12 @@ SHOWN_REPEATS = 10  # Maximum repeats of a kind in the terminal. JSON has more.
 def repeats(listing: "Listing") -> None:
     """Prints the repeats of a token folder."""
     summary, copies = listing.summary(), listing.copies()
-    share = f"{summary['copied_share']:.1%} of the text"
+    share = f"{percent(summary['copied_share'])} of the text"
     render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
     _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
-    render.fact("repeated passages", f"{summary['repeated_share']:.1%} of the training text")
+    render.fact("repeated passages", f"{percent(summary['repeated_share'])} of the training text")
     _print_repeats("First in", map(_passage, listing.passages("train")))
-    render.fact("held-out passages in the training text", f"{summary['held_out_share']:.1%} of the held-out text")
+    render.fact("held-out passages in the training text", f"{percent(summary['held_out_share'])} of the held-out text")
     _print_repeats("First in", map(_passage, listing.passages("val")))
 
 
@@ -230,7 +221,7 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
     if usage is not None:
         size = f"{usage.bytes:,} bytes, {usage.tokens:,} tokens"
         table.add_row("text", f"{size}: {usage.bytes_per_token:.2f} bytes per token")
-        table.add_row("ids used", f"{usage.ids_used:,} ({usage.ids_used / tokenizer.vocab_size:.1%})")
+        table.add_row("ids used", f"{usage.ids_used:,} ({percent(usage.ids_used / tokenizer.vocab_size)})")
     return table
 
 

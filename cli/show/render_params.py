@@ -9,6 +9,7 @@ from rich.text import Text
 from gpt.config.model import Preset
 from gpt.model.params import Breakdown, count_attended
 from gpt.model.params import breakdown as count
+from gpt.system.words import format_bytes
 
 from . import render
 from .json_params import Cost, Shape
@@ -91,15 +92,6 @@ def cost(cost: Cost, name: str = "") -> None:
         _flops_table(cost, data["flops"]),
         _time_line(cost, data["time"]),
     )  # fmt: skip
-
-
-def format_bytes(n: float) -> str:
-    """Formats bytes in decimal units, as datasheets do."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            return f"{n:,.1f} {unit}" if unit != "B" else f"{n:,.0f} B"
-        n /= 1000
-    return f"{n:,.1f} TB" if n < 1000 else f"{n:,.0f} TB"
 
 
 def _memory_table(cost: Cost, data: dict[str, Any]) -> Table:

@@ -1,8 +1,7 @@
 """Prints ``gpt report``."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -13,7 +12,7 @@ from gpt.config.events import format_seconds
 from gpt.system.words import counted, percent
 
 from . import render, terminal
-from .render_chart import Series, chart
+from .render_chart import Point, Series, chart
 
 if TYPE_CHECKING:
     from gpt.insight.report import Report
@@ -30,70 +29,73 @@ MAIN_SETTINGS = (  # Settings to print for a single run.
 
 def reports(run_reports: "Sequence[Report]") -> None:
     """Prints runs' results, curves, settings, samples and copied spans."""
-    from .json_report import comparable_runs, warn_of_texts
+    from .json_report import report_page
 
     console = terminal.stdout()
-    runs, unit = comparable_runs(run_reports, POINTS)
-    names = [f"{run['name']}: " if len(runs) > 1 else "" for run in runs]
+    data = report_page(run_reports, POINTS)
+    runs = data["runs"]
     console.print(_results_table(runs))
-    if warning := warn_of_texts(run_reports):
-        console.print(Text(warning, "yellow"))
-    for name, run_report in zip(names, run_reports, strict=True):
+    if data["warning"]:
+        console.print(Text(data["warning"], "yellow"))
+    for run, run_report in zip(runs, run_reports, strict=True):
+        name = f"{run['name']}: " if len(runs) > 1 else ""
         if run_report.yardsticks is not None:
             console.print(Text(f"{name}xz {run_report.yardsticks}", "dim"))
         if run_report.verdict:
             console.print(Text(name + run_report.verdict))
-    for title, x_name, series, height, logarithmic in _charts(runs, run_reports, unit):
+    for title, x_name, series, height, logarithmic in _charts(data):
         console.print()
         drawn = [curve for curve in series if curve.points]  # Another program's curve can have no steps.
         console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
-    if own_reports := [report for report in run_reports if report.is_run]:
-        console.print(_settings_table(own_reports))
-    for report, run in zip(run_reports, runs, strict=True):
-        if report.is_run:
-            _print_sample(run, console)
+    own_runs = [run for run in runs if run["settings"]]
+    if own_runs:
+        console.print(_settings_table(own_runs, data["differing"]))
+    for run in own_runs:
+        _print_sample(run, console)
 
 
-def _charts(runs: Sequence[dict[str, Any]], run_reports: "Sequence[Report]", unit: str) -> list[Chart]:
-    from .json_report import describe_smoothing, limit_losses, time_unit
-
-    charts = [_loss_chart(runs, unit, *describe_smoothing(run_reports, POINTS))]
+def _charts(data: dict[str, Any]) -> Iterator[Chart]:
+    runs = data["runs"]
+    yield _loss_chart(data)
     if len(runs) > 1:
-        seconds, time = time_unit(run_reports)
-        points = [[(x / seconds, y) for x, y in _points(run["evals"], "val_loss", "seconds")] for run in runs]
+        seconds, time = data["time"]
+        points = [[(x / seconds, y) for x, y in _losses(data, run["evals"], "val_loss", "seconds")] for run in runs]
         series = [Series(run["name"], points[index], index) for index, run in enumerate(runs)]
-        charts.append((f"held-out loss, {unit}", time, series, 13, True))
-    high, logarithmic, cut = limit_losses(runs)
-    for at, (title, x_name, series, height, _) in enumerate(charts):
-        if high is not None:
-            series = [replace(curve, points=[(x, min(y, high)) for x, y in curve.points]) for curve in series]
-        charts[at] = (f"{title}, {cut}" if cut else title, x_name, series, height, logarithmic)
+        yield _title(data, "held-out loss"), time, series, 13, True
     for title, key in (
         ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
     ):  # fmt: skip
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
         series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
-        charts.append((title, "steps", series, 7, key == "grad_norm"))
-    return charts
+        yield title, "steps", series, 7, key == "grad_norm"
 
 
-def _loss_chart(runs: Sequence[dict[str, Any]], unit: str, raw: str, smoothing: str | None) -> Chart:
+def _loss_chart(data: dict[str, Any]) -> Chart:
     """Returns the chart of smoothed and held-out losses, and of a single run's raw losses in a pale colour."""
-    from .json_report import smooth_losses
-
-    series, several = [], len(runs) > 1
-    for index, run in enumerate(runs):
+    several, smoothed = len(data["runs"]) > 1, ", smoothed" if data["smooths"] else ""
+    series = []
+    for index, run in enumerate(data["runs"]):
         steps, name = run["steps"], run["name"]
-        if not several and smoothing:
-            series.append(Series(f"training, {raw}", _points(steps, "loss"), 0, pale=True))
-        smoothed = _points({**steps, "loss": smooth_losses(steps["loss"])}, "loss")
-        series.append(Series(name if several else f"training, {smoothing or raw}", smoothed, 2 * index))
-        evals = _points(run["evals"], "val_loss")
+        if not several and smoothed:
+            series.append(Series("training", _losses(data, steps, "loss"), 0, pale=True))
+        label = name if several else "training" + smoothed
+        series.append(Series(label, _losses(data, steps, "smooth"), 2 * index))
+        evals = _losses(data, run["evals"], "val_loss")
         series.append(Series(f"{name} held-out" if several else "held-out", evals, 2 * index + 1))
-    return f"loss, {unit}" + (f", {smoothing}" if several and smoothing else ""), "steps", series, 13, True
+    return _title(data, "loss" + (smoothed if several else "")), "steps", series, 13, True
 
 
-def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[tuple[float, float]]:
+def _title(data: dict[str, Any], what: str) -> str:
+    return ", ".join(filter(None, [what, data["unit"], data["loss"]["cut"]]))
+
+
+def _losses(data: dict[str, Any], columns: dict[str, list[Any]], key: str, x: str = "step") -> list[Point]:
+    """Returns a curve of losses, cut off at the upper end of the axis."""
+    high = math.inf if data["loss"]["high"] is None else data["loss"]["high"]
+    return [(at, min(loss, high)) for at, loss in _points(columns, key, x)]
+
+
+def _points(columns: dict[str, list[Any]], key: str, x: str = "step") -> list[Point]:
     pairs = zip(columns[x], columns[key], strict=True)
     return [(at, math.nan if value is None else value) for at, value in pairs]
 
@@ -121,21 +123,17 @@ def _results_table(runs: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _settings_table(run_reports: "Sequence[Report]") -> Table:
+def _settings_table(runs: Sequence[dict[str, Any]], differing: Sequence[str]) -> Table:
     """Returns the main settings of a single run, or the settings that differ between runs."""
-    from gpt.insight.report import find_differing_settings
-
-    settings = [report.settings for report in run_reports]
-    keys = [key for key in MAIN_SETTINGS if settings[0].get(key) is not None]
-    title = "settings"
-    if len(run_reports) > 1:
-        keys = [key for key in find_differing_settings(settings) if key != "started"]
-        title = "settings that differ" if keys else "the settings do not differ"
+    keys, title = [key for key in MAIN_SETTINGS if runs[0]["settings"].get(key) is not None], "settings"
+    if len(runs) > 1:
+        keys, title = list(differing), "settings that differ" if differing else "the settings do not differ"
     table = render.table(title=f"\n{title}")
-    if len(run_reports) > 1 and keys:
-        table.add_row("", *(Text(report.name, "bold") for report in run_reports))
+    if len(runs) > 1 and keys:
+        table.add_row("", *(Text(run["name"], "bold") for run in runs))
     for key in keys:
-        table.add_row(Text(key, "dim"), *(Text("–" if run.get(key) is None else str(run[key])) for run in settings))
+        values = (run["settings"].get(key) for run in runs)
+        table.add_row(Text(key, "dim"), *(Text("–" if value is None else str(value)) for value in values))
     return table
 
 

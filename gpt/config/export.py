@@ -1,28 +1,17 @@
 """The settings of ``gpt export``. Imports no torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from gpt.config.settings import check_options, option
-from gpt.system.errors import UserError, check_text, did_you_mean
+from gpt.system.errors import UserError, check_text
 
 FolderDtype = Literal["float32", "bfloat16", "float16"]
 PageDtype = Literal["float32", "bfloat16", "float16", "int8"]
 FileType = Literal["f32", "f16", "q8_0", "q4_0"]  # GGUF's names of float32, float16, int8 and int4.
 ExportDtype = Literal[FolderDtype, "int8", "int4", FileType]
 PAGE_OPTIONS = ("title", "about", "prompts", "with_text")
-# The Hub's license identifiers, from its model card documentation.
-_LICENSES = """
-afl-3.0 agpl-3.0 apache-2.0 apple-amlr apple-ascl artistic-2.0 bigcode-openrail-m bigscience-bloom-rail-1.0
-bigscience-openrail-m bsd bsd-2-clause bsd-3-clause bsd-3-clause-clear bsl-1.0 c-uda cc cc-by-2.0 cc-by-2.5 cc-by-3.0
-cc-by-4.0 cc-by-nc-2.0 cc-by-nc-3.0 cc-by-nc-4.0 cc-by-nc-nd-3.0 cc-by-nc-nd-4.0 cc-by-nc-sa-2.0 cc-by-nc-sa-3.0
-cc-by-nc-sa-4.0 cc-by-nd-4.0 cc-by-sa-3.0 cc-by-sa-4.0 cc0-1.0 cdla-permissive-1.0 cdla-permissive-2.0
-cdla-sharing-1.0 creativeml-openrail-m deepfloyd-if-license ecl-2.0 epl-1.0 epl-2.0 etalab-2.0 eupl-1.1 eupl-1.2
-fair-noncommercial-research-license gemma gfdl gpl gpl-2.0 gpl-3.0 grok2-community h-research intel-research isc lgpl
-lgpl-2.1 lgpl-3.0 lgpl-lr llama2 llama3 llama3.1 llama3.2 llama3.3 llama4 lppl-1.3c mit mpl-2.0 ms-pl ncsa odbl odc-by
-ofl-1.1 openmdw-1.0 openrail openrail++ osl-3.0 other pddl postgresql unknown unlicense wtfpl zlib
-"""
-LICENSES = sorted(_LICENSES.split())
 
 
 @dataclass(frozen=True)
@@ -63,7 +52,6 @@ class ExportConfig:
         if self.license is None:
             return
         object.__setattr__(self, "license", self.license.lower())  # SPDX identifiers have capitals: Apache-2.0.
-        if self.license not in LICENSES:
-            suggestion = did_you_mean(self.license, LICENSES)
-            hint = suggestion if suggestion.startswith("did") else 'give "other", and add its name to the card by hand'
-            raise UserError(f'the Hugging Face Hub has no license "{self.license}"', hint)
+        if not re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", self.license):
+            message = f'"{self.license}" is not a license identifier'
+            raise UserError(message, "such as mit or apache-2.0; give other, and add its name to the card by hand")

@@ -69,7 +69,7 @@ def _front_matter(source: SourceModel, facts: Facts) -> str:
         *(["datasets:", *(f"- {json.dumps(name)}" for name in datasets)] if datasets else []),
         "tags:",
         "- gpt",
-        *([f"- {source.config.layout}"] if source.config.layout != hf.OWN_TYPE else []),
+        *([f"- {source.config.layout}"] if _loads_in_transformers(source) else []),
     ]
     return "\n".join(["---", *lines, "---"])
 
@@ -104,7 +104,7 @@ def _base_licenses(provenance: Provenance, quote: Quote) -> list[str]:
 
 def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
     config = source.config
-    kind = config.layout if config.layout != hf.OWN_TYPE else "gpt, which Transformers does not have"
+    kind = config.layout if _loads_in_transformers(source) else "gpt, which Transformers does not have"
     rows = {
         "architecture": f"{kind}: {config.norm}, {config.mlp}, {config.positions} positions",
         "layers, heads, width": f"{config.n_layer}, {config.n_head} ({config.kv_heads} key/value), {config.n_embd:,}",
@@ -201,8 +201,6 @@ def _usage(source: SourceModel, facts: Facts) -> Iterator[str]:
                 '    return_dict=True, return_tensors="pt")'
             )
         yield _PYTHON.format(name=json.dumps(name), asked=inputs)
-    elif source.config.layout != hf.OWN_TYPE:
-        yield "Transformers cannot load these weights; `gpt export` converts them to a float32 folder that it can."
 
 
 _PYTHON = """\

@@ -9,6 +9,7 @@ kernels never see the end of a row.
 import base64
 import json
 import re
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ FORMAT = 1
 # Maximum bytes of weights in the page's memory. WebAssembly addresses 4 GB, and phones have less.
 MAX_MEMORY = 2**31
 MAX_FLOAT16_PARAMETERS = 20_000_000  # Larger models are in int8 by default; float16 would take more than 53 MB.
-_PIECE_BYTES = 12 * 2**20  # Bytes of weights per script: a multiple of 3 for base64, and of 4 for the checksum.
+_PIECE_BYTES = 12 * 2**20  # Bytes of weights per script: a multiple of 3 for base64.
 _ALIGNMENT = 16
 _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
@@ -143,7 +144,7 @@ def write(
     """Writes a page atomically, with matrices in ``dtype``, and with the training text in ``tokens``. Returns the
     number of tensors. ``description`` is the result of `describe`. Raises OSError, for example if ``path`` exists, and
     `UserError` for values that ``dtype`` cannot represent."""
-    layout, checksum = _Layout.of(source.config, dtype), Checksum()
+    layout = _Layout.of(source.config, dtype)
     training, training_data = (None, b"") if tokens is None else _pack_text(tokens)
     before, _, after = _assemble_page(description["name"]).partition(MODEL)
     tag = (
@@ -151,9 +152,10 @@ def write(
     )
 
     def pieces() -> Iterator[bytes]:
+        checksum = zlib.adler32(b"")
         yield before.encode()
         for piece in _cut(_stream(source, layout)):
-            checksum.add(piece)
+            checksum = zlib.adler32(piece, checksum)
             yield tag
             yield base64.b64encode(piece)
             yield b"</script>\n"
@@ -164,7 +166,7 @@ def write(
         header = {
             "format": FORMAT,
             "bytes": layout.size,
-            "sum": str(checksum),
+            "sum": checksum,
             "dtype": dtype,
             "shape": _shape(source.config),
             "halves": layout.halves,
@@ -175,7 +177,7 @@ def write(
             **description,
         }
         text = _to_script(header)
-        yield f'<script type="application/json" id="model-header" data-sum="{Checksum(text)}">'.encode()
+        yield f'<script type="application/json" id="model-header" data-sum="{zlib.adler32(text)}">'.encode()
         yield text
         yield b"</script>\n"
         yield after.encode()
@@ -213,7 +215,7 @@ def _pack_text(tokens: TokenFolder) -> tuple[dict[str, Any], bytes]:
     data = b"".join(stream.take(*part).astype(dtype).tobytes() for part in parts)
     data += bytes(-len(data) % 4) + stream.offsets.astype("<u4").tobytes()
     values = {"ids": len(stream), "width": dtype.itemsize, "opening": len(tokens.tokenizer.opening)}
-    return {**values, "sum": str(Checksum(data))}, data
+    return {**values, "sum": zlib.adler32(data)}, data
 
 
 def _shape(config: GPTConfig) -> dict[str, Any]:
@@ -344,23 +346,3 @@ def _cut(arrays: Iterable[Array]) -> Iterator[bytearray]:
                 del piece[:_PIECE_BYTES]
     if piece:
         yield piece
-
-
-class Checksum:
-    """Fletcher's checksum of little-endian 32-bit words: their sum, and the sum of all sums, modulo 2³². Zeros fill the
-    last word."""
-
-    def __init__(self, data: bytes = b"") -> None:
-        self._sum = self._sum_of_sums = 0
-        self.add(data)
-
-    def add(self, data: bytes | bytearray) -> None:
-        """Adds bytes. Only the last ones may end inside a word."""
-        words = np.frombuffer(bytes(data) + bytes(-len(data) % 4), "<u4")
-        uses = np.arange(len(words), 0, -1, dtype=np.uint32)  # Number of sums that contain each word.
-        self._sum_of_sums += len(words) * self._sum + int((uses * words).sum(dtype=np.uint64))
-        self._sum = (self._sum + int(words.sum(dtype=np.uint64))) % 2**32
-        self._sum_of_sums %= 2**32
-
-    def __str__(self) -> str:
-        return f"{self._sum:08x}{self._sum_of_sums:08x}"

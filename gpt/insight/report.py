@@ -292,26 +292,20 @@ class CurvePoint:
 
 
 def read_curve(path: Path) -> Report:
-    """Reads another program's curve: JSON lines, each a `CurvePoint`, with increasing steps and non-decreasing seconds.
-
-    Raises `UserError` if the file is empty or larger than `CURVE_LIMIT`, or has an invalid line.
-    """
+    """Reads another program's curve: JSON lines, each a `CurvePoint`. Raises `UserError` if the file is empty or larger
+    than `CURVE_LIMIT`, or has an invalid line."""
     points: list[CurvePoint] = []
     hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
     with reading(path), open_regular(path, limit=CURVE_LIMIT) as file:
         for number, line in enumerate(read_lines(file), 1):
-            where = f"line {number} of {path}"
             try:
-                point = checked(CurvePoint, json.loads(line), where)
-            except (ValueError, RecursionError):
-                raise UserError(f"{where} is not JSON", hint) from None
-            except UserError as error:
-                raise UserError(error.message, hint) from None
-            if points and (point.step <= points[-1].step or point.seconds < points[-1].seconds):
-                raise UserError(f"{where} is out of order", "steps must increase, and seconds must not decrease")
-            points.append(point)
+                points.append(checked(CurvePoint, json.loads(line), f"line {number} of {path}"))
+            except (ValueError, RecursionError, UserError) as error:
+                message = error.message if isinstance(error, UserError) else f"line {number} of {path} is not JSON"
+                raise UserError(message, hint) from None
     if not points:
         raise UserError(f"the curve {path} is empty", hint)
+    points.sort(key=lambda entry: entry.step)
     evals = [events.EvalEvent(entry.step, 0, entry.seconds, entry.val_loss, False) for entry in points]
     last, best = points[-1], min(points, key=lambda entry: entry.val_loss)
     ratio = next(

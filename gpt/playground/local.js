@@ -47,7 +47,7 @@ const engine = (() => {
     worker = new Worker(URL.createObjectURL(new Blob([`"use strict";(${runWorker})()`], { type: "text/javascript" })));
     worker.onmessage = handle;
     worker.onerror = (event) => failAll(event.message || "The browser could not start the model.");
-    await call("start", [node.textContent, node.dataset.sum, fromBase64(KERNELS)]);
+    await call("start", [node.textContent, Number(node.dataset.sum), fromBase64(KERNELS)]);
     for (const part of document.querySelectorAll("script.weights, script.text")) {
       showLoading(1 - parts.length / total / 2);
       let bytes;

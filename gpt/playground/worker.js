@@ -5,7 +5,7 @@ const LENS = 5, NEXT = 200; // Tokens per layer, and of the next token's distrib
 
 let header = null, tokenizer = null, decoder = null;
 let training = null; // The training text, if the page has one.
-const sums = { a: 0, b: 0 }; // The checksum of the weights so far.
+let weightsSum = 1; // The checksum of the weights so far.
 
 // What the decoder has read: the first `count` of `ids`, from `start` on, with these heads and layers switched off.
 const context = { ids: [], count: 0, start: 0, off: "" };
@@ -138,22 +138,19 @@ const rest = () => new Promise((resolve) => {
   pause.port2.postMessage(null);
 });
 
-// Adds a part to a checksum of gpt/exporting/html.py. Only the last part may end inside a word.
-function addToSums(part, sums = { a: 0, b: 0 }) {
-  const bytes = new Uint8Array(roundUp(part.length, 4)), words = new DataView(bytes.buffer);
-  bytes.set(part);
-  let { a, b } = sums;
-  for (let at = 0; at < bytes.length; at += 4) {
-    a = a + words.getUint32(at, true) | 0;
-    b = b + a | 0;
+// Adds a part to an Adler-32 checksum.
+function addToSum(part, sum = 1) {
+  let a = sum & 65535, b = sum >>> 16;
+  for (let at = 0; at < part.length;) {
+    for (const end = Math.min(at + 5552, part.length); at < end; at++) b += a += part[at];
+    a %= 65521;
+    b %= 65521;
   }
-  return Object.assign(sums, { a, b });
+  return (b << 16 | a) >>> 0;
 }
 
-const toHex = ({ a, b }) => [a, b].map((number) => (number >>> 0).toString(16).padStart(8, "0")).join("");
-
 function start(text, sum, kernels) {
-  if (toHex(addToSums(new TextEncoder().encode(text))) !== sum) throw new Error("damaged");
+  if (addToSum(new TextEncoder().encode(text)) !== sum) throw new Error("damaged");
   header = JSON.parse(text);
   tokenizer = new Tokenizer(header.tokenizer);
   decoder = new Decoder(header, kernels);
@@ -162,16 +159,16 @@ function start(text, sum, kernels) {
 function receive(part) {
   if (decoder.received + part.length > header.bytes) throw new Error("damaged");
   decoder.load(part);
-  addToSums(part, sums);
+  weightsSum = addToSum(part, weightsSum);
 }
 
 function receiveText(bytes) {
-  if (toHex(addToSums(bytes)) !== header.text.sum) throw new Error("damaged");
+  if (addToSum(bytes) !== header.text.sum) throw new Error("damaged");
   training = new TrainingText(header.text, bytes, tokenizer);
 }
 
 function finish() {
-  if (decoder.received !== header.bytes || toHex(sums) !== header.sum || (header.text && !training)) throw new Error("damaged");
+  if (decoder.received !== header.bytes || weightsSum !== header.sum || (header.text && !training)) throw new Error("damaged");
   return { memory: decoder.memory.buffer.byteLength, simd: Boolean(decoder.kernels) };
 }
 

@@ -1,4 +1,4 @@
-"""Formats counts, shares, and values as JSON."""
+"""Formats counts, shares, sizes, and values as JSON."""
 
 import json
 import math
@@ -10,9 +10,19 @@ def counted(n: int, singular: str, plural: str = "") -> str:
     return f"{n:,} {singular if n == 1 else plural or singular + 's'}"
 
 
-def percent(share: float) -> str:
+def percent(share: float, decimals: int = 2) -> str:
     """Returns a share as ``5.69 %``, or ``< 0.01 %`` if that would round to 0."""
-    return "< 0.01 %" if 0 < share < 0.00005 else f"{100 * share:.2f} %"
+    smallest = 10.0**-decimals
+    return f"< {smallest:g} %" if 0 < 100 * share < smallest / 2 else f"{100 * share:.{decimals}f} %"
+
+
+def format_bytes(n: float) -> str:
+    """Formats bytes in decimal units, as datasheets do."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000:
+            return f"{n:,.1f} {unit}" if unit != "B" else f"{n:,.0f} B"
+        n /= 1000
+    return f"{n:,.1f} TB" if n < 1000 else f"{n:,.0f} TB"
 
 
 def as_json(values: Any, ascii: bool = False) -> str:

@@ -47,17 +47,6 @@ def test_export_and_bench_take_no_text(gpt: Gpt, run: str) -> None:
         assert "-m names the model" in result.err
 
 
-def test_gguf_types_have_two_names(gpt: Gpt, run: str) -> None:
-    for dtype, name in {"float32": "f32", "float16": "f16", "int8": "q8_0", "int4": "q4_0"}.items():
-        files = [Path(f"{kind}/it.gguf") for kind in (dtype, name)]
-        for file in files:
-            result = gpt("export", "-m", run, "-o", file, "--dtype", file.parent.name, "--json")
-            assert (result.code, json.loads(result.out)["type"]) == (0, name), result.err
-        assert files[0].read_bytes() == files[1].read_bytes()
-    assert gpt("export", "-m", run, "-o", "default/it.gguf", "--quiet").code == 0
-    assert Path("default/it.gguf").read_bytes() == Path("f16/it.gguf").read_bytes()
-
-
 # gpt chat
 
 
@@ -70,7 +59,7 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
     result = gpt("chat", run)
     assert_error(result, f"unexpected extra argument(s) ({run})")
     assert "-m names the model" in result.err
-    assert_error(gpt("chat", "--seed", "-1"), "seed is -1")
+    assert_error(gpt("chat", "--seed", "-1"), "Invalid value for '--seed'")
     assert_error(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
 
 
@@ -83,41 +72,22 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
         ("generate Once upon", "gpt sample PROMPT"),
         ("run llama3", "gpt chat"),
         ("finetune x.jsonl", "gpt train TEXT --init MODEL"),
-        ("fine-tune", "gpt train TEXT --init MODEL"),
-        ("pretrain", "gpt train TEXT"),
         ("resume", "gpt train --resume"),
         ("pull qwen3", "-m hf:OWNER/NAME"),
-        ("download", "gpt data fetch NAME"),
         ("ls", "gpt params --list"),
-        ("list", "gpt data list"),
         ("convert", "gpt export -m MODEL -o FILE.gguf"),
-        ("quantize", "--dtype quantizes"),
-        ("server", "gpt serve"),
-        ("repl", "gpt chat"),
-        ("complete", "gpt sample PROMPT"),
         ("encode x", "gpt tokenizer encode"),
-        ("ppl", "gpt eval TEXT -m MODEL"),
-        ("info", "gpt params MODEL"),
-        ("version", "gpt --version"),
         ("help train", "gpt COMMAND --help"),
         ("train --batch-size 8", "--batch-tokens: Tokens per step"),
         ("train --batch_size=8", "--micro-batch: "),
         ("sample --batch-size 8", "--batch: "),
-        ("train --learning-rate 1e-3", "--lr: Peak learning rate"),
         ("train --max-iters 5", "--steps: Optimizer steps"),
-        ("train --num-epochs 5", "--epochs: "),
         ("train --context-length 5", "--block-size: Context"),
-        ("train --gradient-accumulation-steps 5", "--batch-tokens: "),
-        ("train --per-device-train-batch-size 5", "--micro-batch: "),
-        ("train --output-dir x", "--out: "),
         ("train --model-name x", "--init: "),
         ("train -m gpt2", "--init: "),
         ("sample --model-name x", "--model: "),
-        ("sample --temp 0.5", "--temperature: "),
-        ("sample --n-predict 5", "--max-tokens: "),
         ("sample --max-new-tokens 5", "--max-tokens: "),
         ("bench --max-new-tokens 5", "--new-tokens: "),
-        ("sample --num-beams 5", "--beam: "),
         ("sample --num-return-sequences 5", "--num: Number of samples"),
         ("sample --do-sample", "--greedy turns it off"),
         ("sample --ctx-size 5", "the context length is fixed when a model is trained"),
@@ -126,13 +96,7 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
         ("sample --top_k 5", "--top-k: "),
         ("sample --prompt x", "PROMPT is positional: gpt sample PROMPT"),
         ("train --dataset x", "TEXT is positional: gpt train TEXT"),
-        ("export --outtype q8_0", "--dtype: "),
-        ("export --type q8_0", "--dtype: "),
-        ("eval t.txt --tokens", "--per-token: "),
-        ("sample --n-best 2 --beam 3", "--num: "),
-        ("params gpt2 --memory", "--devices: "),
         ("inspect attention --prompt x", "PROMPT is positional: gpt inspect attention PROMPT"),
-        ("tokenizer train --output x", "--out: "),
     ],
 )  # fmt: skip
 def test_commands_and_options_of_other_programs_get_hints(gpt: Gpt, line: str, hint: str) -> None:

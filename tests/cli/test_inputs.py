@@ -56,28 +56,6 @@ def test_closed_stdin_is_an_error(gpt: Gpt, run_folder: Path, monkeypatch: pytes
 
 
 @pytest.mark.slow
-def test_silent_pipe_prints_a_note_and_can_be_interrupted(workdir: Path) -> None:
-    os.mkfifo("pipe")
-    with spawn("sample", "--prompt-file", "pipe") as process:
-        assert process.stderr is not None
-        assert process.stderr.readline() == "reading the prompt from pipe, which is still open\n"
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (130, "", "interrupted\n")
-
-
-@pytest.mark.slow
-def test_fast_pipe_prints_no_note(run_folder: Path, workdir: Path) -> None:
-    os.mkfifo("pipe")
-    with spawn("sample", "--prompts", "pipe", "-m", run_folder, "-n", "2", "--greedy") as process:
-        with open("pipe", "w") as pipe:
-            pipe.write('{"prompt": "the cat"}\n')
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, err) == (0, "")
-    assert out.startswith("the cat")
-
-
-@pytest.mark.slow
 def test_reading_from_a_terminal_prints_how_to_end_the_input(workdir: Path) -> None:
     controller, terminal = os.openpty()
     with spawn("sample", "--prompts", "-", stdin=terminal) as process:

@@ -146,7 +146,7 @@ def test_invalid_inspect_arguments_are_errors(
     assert_error("there is no prompt to look at", "attention")
     assert_error("a prompt and --prompt-file were both given", "attention", "x", "--prompt-file", "y")
     assert_error("a word is empty", "neighbors", "")
-    assert_error("count is 0", "neighbors", "cat", "-k", "0")
+    assert_error("Input should be greater than or equal to 1", "neighbors", "cat", "-k", "0")
     assert_error("a sum needs at least two words", "analogy", "cat")
     assert_error("there is no folder", "positions", "-o", "none/x.html")
     assert_error("does not name a format", "positions", "-o", "x.gif")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Done, Gpt, slow, spawn
+from conftest import Done, Gpt, deny_access, slow, spawn
 from conftest import one_line_of_what_and_what_next as assert_error
 
 import gpt as library
@@ -447,18 +447,6 @@ def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Pat
 
 
 # Permissions
-
-
-def deny_access(monkeypatch: pytest.MonkeyPatch, folder_name: str) -> None:
-    """Makes ``stat`` fail for files in folders called ``folder_name``."""
-    stat = Path.stat
-
-    def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
-        if path.parent.name == folder_name:
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, **kwargs)
-
-    monkeypatch.setattr(Path, "stat", no_stat)
 
 
 def test_unreadable_run_is_named(run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch, gpt: Gpt) -> None:

@@ -8,10 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import Done, Gpt, make_text
+from conftest import Done, Gpt, deny_access, make_text
 
 from gpt.tokenizers.finding import find_tokenizer
-from gpt.tokenizers.tokenizer import bytes_tokenizer
 
 
 @pytest.fixture
@@ -72,22 +71,17 @@ def test_errors_come_before_training(gpt: Gpt, book: Path, monkeypatch: pytest.M
 
 def test_permission_errors_name_the_path(gpt: Gpt, book: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train_tokenizer(gpt, book)
-    mkdir, stat = os.mkdir, Path.stat
+    mkdir = os.mkdir
 
     def no_mkdir(path: str, *args: int) -> None:
         if "locked" in str(path):
             raise PermissionError(13, "Permission denied", path)
         mkdir(path, *args)
 
-    def no_stat(path: Path, **kwargs: bool) -> os.stat_result:
-        if path.parent.name == "lk":
-            raise PermissionError(13, "Permission denied", str(path))
-        return stat(path, **kwargs)
-
     Path("locked").mkdir()
     Path("lk").mkdir()
     monkeypatch.setattr(os, "mkdir", no_mkdir)
-    monkeypatch.setattr(Path, "stat", no_stat)
+    deny_access(monkeypatch, "lk")
     for command in (["tokenizer", "train"], ["tokenize"]):
         for out in ("locked/x", "lk/x"):
             result = gpt(*command, book, "-o", out)
@@ -164,28 +158,3 @@ def test_decode_writes_raw_bytes(workdir: Path) -> None:
     command = [sys.executable, "-c", code, "tokenizer", "decode", "-", "--tokenizer", "bytes"]
     result = subprocess.run(command, input=ids, capture_output=True, check=True)
     assert result.stdout == bytes(range(256))
-
-
-def test_tokenizer_commands_do_not_import_torch(gpt: Gpt, book: Path) -> None:
-    train_tokenizer(gpt, book)
-    code = (
-        "import sys\nfrom gpt_cli.main import main\n"
-        "for args in (['train', 'book.txt', '-o', 'v2', '--vocab-size', '300'], ['show', 'vocab', 'book.txt'],\n"
-        "             ['encode', 'x', '--tokenizer', 'vocab', '--json'], ['decode', '1', '--tokenizer', 'vocab']):\n"
-        "    assert main(['tokenizer', *args]) == 0\n"
-        "assert main(['tokenize', 'book.txt', '-o', 'tokens', '--tokenizer', 'vocab', '-q']) == 0\n"
-        "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-
-
-def test_train_accepts_a_tokenizer_folder(gpt: Gpt, book: Path) -> None:
-    train_tokenizer(gpt, book)
-    options = [
-        "--steps", "1", "--n-layer", "1", "--n-head", "1", "--n-embd", "8", "--block-size", "8", "--batch-tokens", "8",
-        "--sample-every", "0",
-    ]  # fmt: skip
-    result = gpt("train", book, "--tokenizer", "vocab", *options, "-o", "run")
-    assert result.code == 0, result.err
-    assert find_tokenizer("run").fingerprint == find_tokenizer("vocab").fingerprint != bytes_tokenizer().fingerprint

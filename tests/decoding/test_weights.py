@@ -9,7 +9,6 @@ from models import tiny_model
 
 import gpt as library
 from gpt.config.device import Compute
-from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.native import PackedLinear
 from gpt.model.decoder import GPT
@@ -37,14 +36,13 @@ def test_int8_loss_is_close_to_float32(gpt: Gpt, run_folder: Path, tmp_path: Pat
 
 
 def test_weights_are_loaded_in_their_final_dtype(run_folder: Path) -> None:
-    config = SampleConfig()
-    head = library.load(run_folder, dtype="bfloat16", sampling=config).model.lm_head
+    head = library.load(run_folder, dtype="bfloat16", for_decoding=True).model.lm_head
     assert isinstance(head, PackedLinear)
     assert head.kind == "bfloat16"
     assert library.load(run_folder, dtype="bfloat16").model.wte.weight.dtype == torch.float32
     unprepared = library.load(run_folder)
     assert unprepared.model.lm_head is None
-    loaded = library.load(run_folder, sampling=config)
+    loaded = library.load(run_folder, for_decoding=True)
     assert torch.allclose(logits(loaded.model), logits(unprepared.model), atol=1e-4)
 
 

@@ -25,13 +25,13 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, SHARED, Done, needs_shared
-from gpt_cli.show.render_data import format_size
 
 from gpt.corpus.token_folder import TokenFolder
 from gpt.documents import catalogue, download
 from gpt.documents.download import fetch
 from gpt.documents.unpack import Source
 from gpt.system.errors import UserError, WorkError
+from gpt.system.words import format_bytes
 
 DATA = random.Random(0).randbytes(1_000_000)
 CHECKSUM = hashlib.sha256(DATA).hexdigest()
@@ -325,7 +325,7 @@ def test_every_corpus_is_complete_and_in_the_table() -> None:
     for name in catalogue.names():
         corpus = catalogue.corpus(name)
         about = "about " if corpus.python else ""
-        assert rows[name] == (about + format_size(corpus.size), corpus.license)
+        assert rows[name] == (about + format_bytes(corpus.size or 0), corpus.license)
         assert all(len(value) > 5 for value in (corpus.title, corpus.about, corpus.homepage, corpus.language))
         assert bool(corpus.python) != bool(corpus.files)
         assert corpus.rows in ("documents", "lines")

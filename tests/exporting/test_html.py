@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+import zlib
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -29,7 +30,7 @@ from gpt.exporting import chat_pieces, html, page_tokenizer
 from gpt.exporting.source import SourceModel
 from gpt.insight.openings import _openings, choose_openings
 from gpt.model.quantize import to_tensor
-from gpt.runs import checkpoint, folder
+from gpt.runs import folder
 from gpt.system.errors import UserError
 from gpt.tokenizers import boundaries
 from gpt.tokenizers.backends import ByteBPE, added_token, to_gpt2_spelling
@@ -58,17 +59,9 @@ def read_page(path: Path) -> tuple[dict[str, Any], bytes]:
     parts = re.findall(r'<script type="application/octet-stream" data-of="\d+" class="weights">(.*?)</script>', text)
     stream = b"".join(map(base64.b64decode, parts))
     header = json.loads(head[1])
-    assert head[0] == checksum(head[1].encode())
-    assert (header["sum"], header["bytes"]) == (checksum(stream), len(stream))
+    assert int(head[0]) == zlib.adler32(head[1].encode())
+    assert (header["sum"], header["bytes"]) == (zlib.adler32(stream), len(stream))
     return header, stream
-
-
-def checksum(data: bytes) -> str:
-    total = total_of_totals = 0
-    for word in np.frombuffer(data + bytes(-len(data) % 4), "<u4").tolist():
-        total = (total + word) % 2**32
-        total_of_totals = (total_of_totals + total) % 2**32
-    return f"{total:08x}{total_of_totals:08x}"
 
 
 def padded(config: GPTConfig, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -153,16 +146,6 @@ def round_rows(weight: Tensor) -> Tensor:
     return (weight / scales).round() * scales
 
 
-def test_int8_has_a_scale_per_row(run_folder: Path) -> None:
-    library.export(run_folder, "it.html", dtype="int8")
-    config, weights = checkpoint.open_weights(folder.find_checkpoint(str(run_folder)))
-    header, stream = read_page(Path("it.html"))
-    for name, get in weights.items():
-        value = to_tensor(get()).float()
-        expected = round_rows(value) if header["tensors"][name][0] == "i8" else value
-        assert torch.equal(stored_tensor(header, stream, name), padded(config, name, expected))
-
-
 def test_long_streams_are_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = source_of(loud(SHAPES["gpt2"]))
     html.write(tmp_path / "whole.html", source, "float32", NO_TEXTS)
@@ -172,14 +155,6 @@ def test_long_streams_are_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.Mo
     assert whole == cut
     pieces = re.findall(r'class="weights">(.*?)<', (tmp_path / "cut.html").read_text(encoding="utf-8"))
     assert {len(piece) for piece in pieces[:-1]} == {1600}
-
-
-def test_values_out_of_range_are_an_error(tmp_path: Path) -> None:
-    model = loud(SHAPES["gpt2"])
-    model.h[0].mlp.c_fc.weight.data[0, 0] = 1e6
-    with pytest.raises(UserError, match=r"h\.0\.mlp\.c_fc\.weight has values that float16 cannot represent"):
-        html.write(tmp_path / "it.html", source_of(model), "float16", NO_TEXTS)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_size_decides_the_dtype() -> None:
@@ -228,13 +203,6 @@ def test_tokenizers_of_families_keep_their_merges(tmp_path: Path, form: str) -> 
     assert values["skips_merges"] == (form == "llama3") and values["special_prompt"]
     assert (values["bos"] is not None) == (form == "llama3")
     assert ("<think>" in values["words"]) == (form == "qwen")
-
-
-@pytest.mark.parametrize("form", ["llama2", "mistral", "unigram", "wordpiece", "spaced", "words"])
-def test_other_tokenizers_are_refused(tmp_path: Path, form: str) -> None:
-    tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
-    with pytest.raises(UserError, match="a page needs a byte-level BPE"):
-        page_tokenizer.check(tokenizer)
 
 
 def test_unusual_byte_level_tokenizers_are_refused(tmp_path: Path) -> None:
@@ -443,7 +411,7 @@ def read_text(path: Path) -> tuple[dict[str, Any], bytes]:
         r'<script type="application/octet-stream" class="text">(.*?)</script>', path.read_text("utf-8")
     )
     stream = base64.b64decode(data)
-    assert header["text"]["sum"] == checksum(stream)
+    assert header["text"]["sum"] == zlib.adler32(stream)
     return header["text"], stream
 
 

@@ -50,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def sample_all(path: Path, device: str, settings: dict[str, Any]) -> list[tuple[str, float]]:
     config = SampleConfig(**{"max_tokens": 12, **settings})
-    model = gpt.load(path, device=device, dtype="float32", sampling=config)
+    model = gpt.load(path, device=device, dtype="float32", for_decoding=True)
     pieces = model.write_all(["the cat ", "dogs"], config, 3, num=2)
     return [(piece.sample.text, piece.sample.logprob) for piece in pieces if piece.sample]
 
@@ -181,7 +181,7 @@ def test_generation_with_narrow_weights_is_close_to_float32(
     config = SampleConfig(greedy=True, max_tokens=5)
     (_, expected), *_ = sample_all(models["gpt2"], "cpu", {"greedy": True, "max_tokens": 5})
     with disguise():
-        writing = gpt.load(models["gpt2"], device="cuda", dtype=dtype, sampling=config).write("the cat ", config)
+        writing = gpt.load(models["gpt2"], device="cuda", dtype=dtype, for_decoding=True).write("the cat ", config)
         assert "".join(writing) == writing.sample.text
     assert writing.sample.logprob == pytest.approx(expected, abs=1.5)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import make_text
+from conftest import Stream, make_text
 
 from gpt.corpus.token_folder import TokenFolder
 from gpt.insight import copying, passages
@@ -28,26 +28,11 @@ class Folder:
         self.documents = documents
         ids = np.array([id for document in documents for id in [*[OPENING] * opening, *document]], np.int64)
         offsets = np.cumsum([0, *(opening + len(document) for document in documents)])
-        self.stream = lambda side: Stream(ids, offsets)
+        self.stream = lambda side: Stream(ids.tolist(), offsets)
         decode = lambda ids: "".join(LETTERS[id] for id in ids)
         self.tokenizer = SimpleNamespace(
             opening=[OPENING] * opening, vocab_size=64, decode=decode, decode_bytes=lambda ids: decode(ids).encode()
         )
-
-
-class Stream:
-    def __init__(self, ids: Any, offsets: Any) -> None:
-        self.ids, self.offsets = ids, offsets
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-    def take(self, start: int, length: int) -> Any:
-        assert 0 <= start <= start + length <= len(self.ids)
-        return self.ids[start : start + length]
-
-    def release(self) -> None:
-        pass
 
 
 def search(ids: Sequence[int], at: int, folder: Folder) -> Iterator[tuple[int, dict[str, Any]]]:

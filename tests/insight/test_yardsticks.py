@@ -135,11 +135,6 @@ def test_trend_of_made_up_curves(training: Any, held_out: Any, trend: str | None
     assert find_trend(training, held_out) == trend
 
 
-@pytest.mark.parametrize("fall", [0.05, 0.2, 0.5])
-def test_slope_is_the_fall_per_doubling(fall: float) -> None:
-    assert yardsticks._slope(per_doubling(fall)) == pytest.approx(-fall)
-
-
 # The sentence
 
 

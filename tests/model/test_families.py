@@ -95,7 +95,7 @@ def test_family_matches_transformers(tmp_path: Path, family: str, number: int) -
         loaded = checkpoint.load(tmp_path / folder, CPU.device).model
         assert loaded.config == config
         assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-    prepared = library.load(tmp_path / "ours", device="cpu", dtype="float32", sampling=SampleConfig()).model
+    prepared = library.load(tmp_path / "ours", device="cpu", dtype="float32", for_decoding=True).model
     with torch.no_grad():
         assert torch.allclose(prepared(x), model(x), atol=1e-4)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 import gpt as library
 from gpt.config.model import ARCHITECTURES, GPTConfig
-from gpt.config.sample import SampleConfig
 from gpt.decoding import native
 from gpt.model.quantize import GROUP, Quantized, to_int4, to_int8
 from gpt.system.errors import UserError
@@ -28,7 +27,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "own": {"positions": "rotary"},
     "narrow": {"n_embd": 24},  # Rows of 24 do not divide into groups of 32.
 }
-SAMPLING = SampleConfig()
 
 
 def save_shape(path: Path, **properties: Any) -> Path:
@@ -130,7 +128,7 @@ def test_scales_at_the_limits_of_float16(
 def test_dtype_option_quantizes_in_c_and_in_torch(folders: Callable[[str], Path], shape: str, dtype: str) -> None:
     """A sum of float32 numbers can choose another of the scales tried for int4, which changes few groups."""
     path = folders(shape)
-    in_c, in_torch, exact = logits(path, dtype=dtype, sampling=SAMPLING), logits(path, dtype=dtype), logits(path)
+    in_c, in_torch, exact = logits(path, dtype=dtype, for_decoding=True), logits(path, dtype=dtype), logits(path)
     tolerance = 0 if dtype == "int8" else 1e-3
     if shape == "untied":
         tolerance = 5e-2  # In C, an embedding that is not the LM head is not rounded.

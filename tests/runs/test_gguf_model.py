@@ -19,7 +19,6 @@ from torch import Tensor
 
 import gpt as library
 from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
-from gpt.config.sample import SampleConfig
 from gpt.decoding.native import PackedLinear
 from gpt.exporting import gguf
 from gpt.exporting.provenance import read_provenance
@@ -126,7 +125,7 @@ def check_weights(model: GPT, kind: str, tmp_path: Path) -> None:
 
 def check_packed(path: Path, exact: GPT, kind: str) -> None:
     """Compares the weights of a model that runs from its file's blocks."""
-    packed = library.load(path, device="cpu", sampling=SampleConfig()).model
+    packed = library.load(path, device="cpu", for_decoding=True).model
     ids = torch.arange(packed.config.vocab_size)
     wte = packed.get_submodule("wte")
     pairs = [(wte(ids), exact.wte.weight)]
@@ -155,9 +154,9 @@ from gpt.config.sample import SampleConfig
 def status(key):
     return next(1024 * int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key))
 
-gpt.api.load(sys.argv[1], device="cpu", sampling=SampleConfig()).generate("some text", max_tokens=4)  # what is lazy
+gpt.api.load(sys.argv[1], device="cpu", for_decoding=True).generate("some text", max_tokens=4)  # what is lazy
 before = status("VmRSS")
-gpt.api.load(sys.argv[2], device="cpu", sampling=SampleConfig()).generate("some text", max_tokens=4)
+gpt.api.load(sys.argv[2], device="cpu", for_decoding=True).generate("some text", max_tokens=4)
 print(status("VmHWM") - before)
 """
 

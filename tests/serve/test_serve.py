@@ -592,7 +592,7 @@ def test_inspection_equals_gpt_inspect(server: Served, run_folder: Path, length:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_inspection_predicts_what_is_generated(run_folder: Path, dtype: str) -> None:
-    loaded = api.load(run_folder, dtype=dtype, sampling=SampleConfig())
+    loaded = api.load(run_folder, dtype=dtype, for_decoding=True)
     with served(loaded) as server:
         ids = loaded.tokenizer.prompt(PROMPT)
         fields = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": 5, "token_details": True}

@@ -25,6 +25,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown, flops_per_token
 from gpt.runs import folder
 from gpt.system.peaks import peak_flops
+from gpt.system.words import percent
 from gpt.training import logs
 from gpt.training.run import resume
 
@@ -329,7 +330,7 @@ def test_mfu_is_reported_when_the_peak_is_known(
     steps = metrics(run, "step")
     for step in steps:
         assert step.mfu == pytest.approx(step.tokens_per_second * flops / 1e12)
-    shown_speed = f"tokens/s ({steps[-1].mfu:.1%} MFU)"
+    shown_speed = f"tokens/s ({percent(steps[-1].mfu, 1)} MFU)"
     assert shown_speed in done.out
     assert shown_speed in done.err
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: None)
