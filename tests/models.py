@@ -20,6 +20,7 @@ from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import checkpoint
+from gpt.system import programs
 from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 if TYPE_CHECKING:
@@ -100,6 +101,12 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
     for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
         tokens[event.number] += event.tokens
     return tokens
+
+
+def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
+    """Replaces `programs.find` by the traced graph, uncompiled."""
+    graph, _ = trace()
+    return lambda tensors: list(graph(*tensors))
 
 
 def letters(*words: bytes) -> Any:
