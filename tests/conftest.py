@@ -324,7 +324,7 @@ SLOW_FIXTURES = {"several_trained", "browser", "wheel", "built", "few_steps"}
 LONG_FILES = {
     f"test_{name}.py"
     for name in (
-        "sharded_training", "parallel", "cpu_step", "serve_page", "html_page", "resume", "training", "readme",
+        "sharded_training", "parallel", "cpu_step", "serve_page", "html_page", "memory", "resume", "training", "readme",
     )
 }  # fmt: skip
 

@@ -9,10 +9,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from conftest import facts
 
 from gpt.config.device import Compute
 from gpt.config.model import ARCHITECTURES, Arch, GPTConfig
 from gpt.config.sample import SampleConfig
+from gpt.config.train import TrainConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request
 from gpt.decoding.logits import Token
@@ -20,7 +22,12 @@ from gpt.exporting.source import SourceModel
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.runs import checkpoint
+from gpt.system import programs
 from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
+from gpt.training.optim import make_optimizer
+from gpt.training.recipe import plan
+from gpt.training.step import Stepper
+from gpt.training.strategy import Single
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -72,6 +79,18 @@ def save(path: Path, model: GPT, tokenizer: Tokenizer | None = None) -> Path:
     return path
 
 
+def tiny_stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> Stepper:
+    config = TrainConfig(
+        preset="nano", n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=64, micro_batch="2", steps=3,
+        compile="off", dropout=0.0, optimizer=optimizer, **settings,
+    )  # fmt: skip
+    recipe = plan(config, facts(vocab_size=101, device=compute.device.type, dtype=compute.dtype_name))
+    torch.manual_seed(0)
+    model = GPT(recipe.model).to(compute.device)
+    optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
+    return Stepper(Single(model, optimizers, compute), recipe)
+
+
 def push(context: Context, *new: list[int]) -> torch.Tensor:
     """Appends ids to the first slots and computes them; returns the residual stream (n, C) at each slot's last id."""
     slots = context.slots[: len(new)]
@@ -100,6 +119,12 @@ def batched(model: GPT, requests: list[Request], config: SampleConfig, rows: int
     for event in engine_of(Context(model, CPU, rows), requests, config, seed).run():
         tokens[event.number] += event.tokens
     return tokens
+
+
+def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
+    """Replaces `programs.find` by the traced graph, uncompiled."""
+    graph, _ = trace()
+    return lambda tensors: list(graph(*tensors))
 
 
 def letters(*words: bytes) -> Any:

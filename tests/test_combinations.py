@@ -18,6 +18,7 @@ from conftest import assert_same, curve, make_text, more, send, state_of
 from models import SHAPES, loud, save
 from ranks import steady_clock
 from serving import served
+from several import losses
 
 import gpt as library
 from gpt import api
@@ -92,10 +93,6 @@ def interrupt_and_resume(out: str, step: int, **settings: Any) -> Path:
     with pytest.raises(Interrupted):
         train(out, on_event, **settings)
     return library.resume(out).run
-
-
-def losses(run: Path) -> list[float]:
-    return [line["loss"] for line in curve(run) if line["event"] == "step"]
 
 
 RAMP = {"batch_ramp": 900, "batch_tokens": 512}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import TINY, Done, Gpt, make_text
+from ranks import to_options
 from torch import Tensor
 
 import gpt as library
@@ -103,7 +104,7 @@ def test_training_continues_if_samples_fail(gpt: Gpt, tmp_path: Path, monkeypatc
     text.write_bytes(make_text(500).encode())
     monkeypatch.setattr(Context, "logits", lambda self, x: x.new_full((*x.shape[:-1], 300), math.nan))
     tiny = {**TINY, "sample_every": 2}
-    options = [word for name, value in tiny.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    options = to_options(tiny)
     result = gpt("train", text, "-o", tmp_path / "run", "--steps", "4", "--json", *options)
     assert result.code == 0, result.err
     assert result.err.count("could not generate a sample: the model produced NaN or infinite logits") == 2

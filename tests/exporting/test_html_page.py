@@ -2,7 +2,6 @@
 
 import random
 import re
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -52,17 +51,6 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
 ]
 Open = Callable[[Path], Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if not (program := shutil.which("chromium") or shutil.which("google-chrome")):
-        pytest.skip("there is no Chromium")
-    with playwright.sync_playwright() as browsers:
-        started = browsers.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        yield started
-        started.close()
 
 
 @pytest.fixture

@@ -13,7 +13,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, facts, losses, make_text, slow, weights
+from conftest import Gpt, losses, make_text, slow, weights
+from models import tiny_stepper
 
 import gpt
 from gpt.config import events
@@ -23,10 +24,6 @@ from gpt.runs import folder
 from gpt.system.cuda_graph import GraphedFunction
 from gpt.system.errors import device_failure, is_out_of_memory
 from gpt.training import step as stepping
-from gpt.training.optim import make_optimizer
-from gpt.training.recipe import plan
-from gpt.training.step import Stepper
-from gpt.training.strategy import Single
 
 Disguise = Callable[..., Any]
 SMALL: dict[str, Any] = {
@@ -59,10 +56,14 @@ def notes(run_events: list[Any]) -> list[str]:
     [
         {"arch": "modern"}, slow({}), slow({"dtype": "bfloat16"}), slow({"micro_batch": "1", "recompute": True}),
         slow({"batch_ramp": 500, "steps": 8}), slow({"teachers": 1, "steps": 16}),
+        slow({"pairs": True, "batch_tokens": 256}),
     ],
     ids=str,
 )  # fmt: skip
 def test_losses_match_the_cpu(text: Path, disguise: Disguise, settings: dict[str, Any]) -> None:
+    if "pairs" in settings:
+        lines = [json.dumps({"prompt": f"{n} plus one is ", "completion": f"{n + 1}"}) for n in range(40)]
+        text.write_text("\n".join(lines) + "\n")
     on_cpu, cpu_events = train("cpu", eval_every=2, **settings)
     with disguise():
         on_cuda, cuda_events = train("cuda", eval_every=2, **settings)
@@ -153,17 +154,6 @@ def test_adapter_losses_match_the_cpu(text: Path, disguise: Disguise) -> None:
     assert losses(run_events["cuda"]) == pytest.approx(losses(run_events["cpu"]), abs=1e-5)
 
 
-@pytest.mark.slow
-def test_pair_losses_match_the_cpu(workdir: Path, disguise: Disguise) -> None:
-    lines = [json.dumps({"prompt": f"{n} plus one is ", "completion": f"{n + 1}"}) for n in range(40)]
-    Path("book.txt").write_text("\n".join(lines) + "\n")
-    settings: dict[str, Any] = {"pairs": True, "batch_tokens": 256}
-    _, cpu_events = train("cpu", **settings)
-    with disguise():
-        _, cuda_events = train("cuda", **settings)
-    assert losses(cuda_events) == pytest.approx(losses(cpu_events), abs=1e-5)
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_cuda_graph_is_captured_once_or_its_failure_is_reported_once(
     text: Path, disguise: Disguise, monkeypatch: pytest.MonkeyPatch, fails: bool
@@ -210,25 +200,12 @@ def test_out_of_memory_before_the_first_step_halves_the_micro_batch(
 
 
 def test_step_on_the_second_device_matches_the_cpu(disguise: Disguise) -> None:
-    on_cpu = make_stepper(torch.device("cpu"))
+    on_cpu = tiny_stepper(Compute(torch.device("cpu"), torch.float32))
     with disguise(2):
-        on_cuda = make_stepper(torch.device("cuda:1"))
+        on_cuda = tiny_stepper(Compute(torch.device("cuda:1"), torch.float32))
         ids = np.zeros((4, 16), np.int64)
         assert torch.cuda.current_device() == 0
         assert on_cuda.step(ids, ids, 0.01).read() == pytest.approx(on_cpu.step(ids, ids, 0.01).read(), abs=1e-5)
-
-
-def make_stepper(device: torch.device) -> Stepper:
-    config = gpt.TrainConfig(
-        preset="nano", n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=64, micro_batch="2", steps=3,
-        compile="off", dropout=0.0,
-    )  # fmt: skip
-    compute = Compute(device, torch.float32)
-    recipe = plan(config, facts(vocab_size=101, device=device.type))
-    torch.manual_seed(0)
-    model = GPT(recipe.model).to(device)
-    optimizer = make_optimizer(model, recipe.optimizer, 0.1, torch.float32)
-    return Stepper(Single(model, optimizer, compute), recipe)
 
 
 def test_batches_are_uploaded_without_a_wait(disguise: Disguise) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import pytest
 from conftest import Gpt, make_text
+from ranks import to_options
 from transformers import GenerationConfig
 
 from gpt import api
@@ -77,7 +78,7 @@ def test_sampling_defaults_travel(
         assert model.sampling.settings == expected
         assert model.generate("the", max_tokens=4) == model.generate("the", **expected, max_tokens=4)
     elif door == "gpt sample":
-        flags = [word for name, value in expected.items() for word in ("--" + name.replace("_", "-"), str(value))]
+        flags = to_options(expected)
         results = [gpt("sample", "the", "-m", path, "-n", "6", "--seed", "1", *words) for words in ([], flags)]
         assert results[0].out == results[1].out
         assert [" ".join(result.err.split()).count(line) for result in results] == [1, 0]

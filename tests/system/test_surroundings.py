@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from conftest import FAST, TINY, Gpt, make_text, more, one_line_of_what_and_what_next, send, train
+from ranks import to_options
 
 import gpt as library
 from gpt.config import events
@@ -25,7 +26,7 @@ from gpt.system.errors import Interrupted, WorkError
 from gpt.system.interrupt import SIGNALS, StopSignal, handled_signals
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals and names")
-SETTINGS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+SETTINGS = to_options(TINY)
 BYTES_NAME = "b\udcff.txt"  # The byte 0xff, as in names from old archives
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import TINY, Gpt, make_text
 from models import CPU
+from ranks import to_options
 
 from gpt.config import device
 from gpt.decoding import native
@@ -88,7 +89,7 @@ def test_commands_have_a_threads_option(gpt: Gpt, run_folder: Path, workdir: Pat
 @pytest.mark.slow
 def test_resume_keeps_or_changes_threads(gpt: Gpt, workdir: Path) -> None:
     Path("text.txt").write_bytes(make_text().encode())
-    options = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    options = to_options(TINY)
     words = ("--threads", "3", "--steps", "4", "--vocab-size", "300", *options)
     assert gpt("train", "text.txt", "-o", "run", *words).code == 0
     assert json.loads(Path("run/run.json").read_text())["compute"]["threads"] == 3

@@ -11,8 +11,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, facts, slow
-from models import engine_of
+from conftest import ROOT, slow
+from models import engine_of, tiny_stepper
 from torch._dynamo.utils import counters
 
 import gpt
@@ -23,26 +23,12 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.insight.evaluate import Window, total_loss
 from gpt.model.decoder import GPT
-from gpt.training.optim import make_optimizer
-from gpt.training.recipe import Recipe, plan
+from gpt.training.recipe import Recipe
 from gpt.training.state import Snapshot, TrainState
-from gpt.training.step import Stepper
-from gpt.training.strategy import Single
 
 Disguise = Callable[..., Any]
 COUNTS = tomllib.loads((ROOT / "tests" / "counts.toml").read_text(encoding="utf-8"))
 CUDA = torch.device("cuda")
-
-
-def make_stepper(compute: Compute, optimizer: Any = "muon", **settings: Any) -> Stepper:
-    config = gpt.TrainConfig(
-        preset="nano", n_layer=2, n_head=2, n_embd=32, block_size=16, batch_tokens=64, micro_batch="2", steps=3,
-        compile="off", dropout=0.0, optimizer=optimizer, **settings,
-    )  # fmt: skip
-    recipe = plan(config, facts(vocab_size=101, device=compute.device.type, dtype=compute.dtype_name))
-    model = GPT(recipe.model).to(compute.device)
-    optimizers = make_optimizer(model, recipe.optimizer, 0.1, compute.dtype)
-    return Stepper(Single(model, optimizers, compute), recipe)
 
 
 IDS = np.zeros((4, 16), np.int64)
@@ -53,7 +39,7 @@ IDS = np.zeros((4, 16), np.int64)
 def test_number_of_host_waits_in_training(disguise: Disguise, dtype: str, optimizer: str) -> None:
     waits = {}
     with disguise() as device:
-        stepper = make_stepper(Compute(CUDA, getattr(torch, dtype)), optimizer)
+        stepper = tiny_stepper(Compute(CUDA, getattr(torch, dtype)), optimizer)
         stepper.step(IDS, IDS, 0.0).read()
         device.waits.clear()
         outcome = stepper.step(IDS, IDS, 0.0)
@@ -149,7 +135,7 @@ def count_graphs() -> Iterator[dict[str, Any]]:
 def test_number_of_graphs_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps, evaluations and growing batches share four graphs: a block's two halves, the last norm, the loss."""
     with count_graphs() as counts:
-        stepper = make_stepper(Compute(torch.device("cpu"), torch.float32))
+        stepper = tiny_stepper(Compute(torch.device("cpu"), torch.float32))
         monkeypatch.setattr(Recipe, "compiles_whole_step", lambda *_: False)  # GPU behavior
         stepper.compile()
         for _ in range(3):

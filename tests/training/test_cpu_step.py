@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import more
-from models import FAMILIES
+from models import FAMILIES, trace_without_compiling
 
 from gpt.config.device import Compute
 from gpt.config.model import GPTConfig
@@ -147,22 +147,29 @@ def test_least_recently_used_programs_are_deleted(
     assert programs.find("c", pytest.fail, pytest.fail, "it") == "c"
 
 
-@pytest.mark.slow
-@needs_compiler
+GRADIENT_CASES = [
+    ("qwen3", 1, 0.0, torch.float32),
+    ("qwen3", 2, 0.0, torch.bfloat16),
+    ("gpt2", 2, 0.0, torch.float32),
+    ("gpt2", 1, 0.1, torch.bfloat16),
+]
+
+
 @pytest.mark.parametrize(
-    ("arch", "layers", "dropout", "dtype"),
+    ("compiles", "arch", "layers", "dropout", "dtype"),
     [
-        ("qwen3", 2, 0.0, torch.float32),
-        ("gpt2", 1, 0.1, torch.bfloat16),
-        more("gpt2", 2, 0.0, torch.bfloat16),
-        more("gpt2", 1, 0.0, torch.float32),
-        more("qwen3", 1, 0.0, torch.bfloat16),
+        *((False, *case) for case in GRADIENT_CASES),
+        pytest.param(True, *GRADIENT_CASES[0], marks=[pytest.mark.slow, needs_compiler]),
+        *(more(True, *case) for case in GRADIENT_CASES[1:]),
     ],
 )
-def test_compiled_gradients_match_uncompiled_gradients(
-    arch: str, layers: int, dropout: float, dtype: torch.dtype
+def test_gradients_of_the_program_match_uncompiled_gradients(
+    compiles: bool, arch: str, layers: int, dropout: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With dropout, the same seed gives the same gradients."""
+    """With dropout, the same seed gives the same gradients. Compiling takes half a minute, so most cases run the traced
+    graph."""
+    if not compiles:
+        monkeypatch.setattr(programs, "find", trace_without_compiling)
     compute, results = Compute(torch.device("cpu"), dtype), []
     model = model_of(arch, dropout=dropout, n_layer=layers).train()
     objective = Objective(model, 0)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, TINY, Done
+from ranks import to_options
 from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -321,7 +322,7 @@ def test_mfu_is_reported_when_the_peak_is_known(
 ) -> None:
     monkeypatch.setattr(logs, "peak_flops", lambda name, dtype: 1e12 if (name, dtype) == ("cpu", "float32") else None)
     monkeypatch.setattr("gpt_cli.show.progress.LINE_SECONDS", 0)
-    options = [word for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), str(value))]
+    options = to_options(FAST)
     done = gpt("train", text, "--steps", "5", *options)
     assert done.code == 0, done.err
     run = Path("runs/book")

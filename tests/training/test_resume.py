@@ -19,7 +19,6 @@ import gpt as library
 from gpt.config import events
 from gpt.runs import checkpoint, folder
 from gpt.system.errors import Interrupted, UserError, WorkError
-from gpt.system.words import counted
 from gpt.training import step as stepping
 from gpt.training.time_budget import Clock
 
@@ -115,23 +114,6 @@ def test_resume_does_not_repeat_the_checkpoints_step(text: Path, monkeypatch: py
     library.resume("parts")
     assert_same(Path("parts"), uninterrupted.run)
     assert curve(Path("parts")) == curve(uninterrupted.run)
-
-
-@pytest.mark.slow
-def test_resume_keeps_the_number_of_threads(text: Path) -> None:
-    """The number of threads affects rounding."""
-    threads = torch.get_num_threads()
-    library.train(text, out="x", **{**FAST, "save_every": 4, "keep": 9})
-    make_killed_after(Path("x"), 8)
-    run_events: list[Any] = []
-    torch.set_num_threads(threads + 1)
-    try:
-        library.resume("x", run_events.append)
-        assert torch.get_num_threads() == threads
-    finally:
-        torch.set_num_threads(threads)
-    note = f"{counted(threads, 'thread')}, as before, instead of {threads + 1}: it affects rounding"
-    assert note in [event.text for event in run_events if isinstance(event, events.Note)]
 
 
 def test_resume_without_a_checkpoint_restarts_at_step_1(text: Path) -> None:
@@ -244,59 +226,38 @@ def test_resume_with_another_micro_batch_is_equal_up_to_rounding(text: Path) -> 
     assert json.loads(Path("parts/run.json").read_text())["resolved"]["micro_batch"] == 2
 
 
-def chat_line(question: str, answer: str) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-@pytest.mark.parametrize(
-    ("kind", "fine_tunes", "line"),
-    [
-        slow("pairs", False, lambda a, b: {"prompt": a, "completion": b}),
-        slow("chat", False, chat_line),
-        ("chat", True, chat_line),
-    ],
-)
-def test_resume_of_pairs_and_chats_is_bit_exact(
-    workdir: Path, run_folder: Path, kind: str, fine_tunes: bool, line: Callable[..., Any]
-) -> None:
-    lines = [json.dumps(line(f"{n} =>", f" {n * n}")) for n in range(60)]
+@pytest.mark.parametrize("kind", ["pairs", "chat"])
+def test_changed_pairs_and_chats_are_refused(workdir: Path, kind: str) -> None:
+    examples: list[dict[str, Any]] = [{"prompt": f"{n} =>", "completion": f" {n * n}"} for n in range(60)]
+    if kind == "chat":
+        roles = {"prompt": "user", "completion": "assistant"}
+        turns = [[{"role": roles[key], "content": text} for key, text in example.items()] for example in examples]
+        examples = [{"messages": messages} for messages in turns]
+    lines = [json.dumps(example) for example in examples]
     Path("lines.jsonl").write_text("\n".join(lines))
-    start = {"init": run_folder} if fine_tunes else {**TINY, "vocab_size": 270}
-    settings: dict[str, Any] = {**start, kind: True, "steps": 6, "dropout": 0.1, "dtype": "float32"}
-    uninterrupted = library.train("lines.jsonl", out="whole", **settings)
-    interrupt_at(3, lambda listen: library.train("lines.jsonl", out="parts", listen=listen, **settings))
-    shutil.copytree("parts", "other")
-    result = library.resume("parts")
-    assert_same(result.run, uninterrupted.run)
-    assert (result.val_loss, result.sample, result.prompt) == (
-        uninterrupted.val_loss,
-        uninterrupted.sample,
-        uninterrupted.prompt,
-    )
+    settings: dict[str, Any] = {**TINY, "vocab_size": 270, kind: True, "steps": 3, "dtype": "float32"}
+    interrupt_at(1, lambda listen: library.train("lines.jsonl", out="parts", listen=listen, **settings))
     Path("lines.jsonl").write_text("\n".join(lines[:-1]))
-    with pytest.raises(UserError, match="the text of other has changed"):
-        library.resume("other")
+    with pytest.raises(UserError, match="the text of parts has changed"):
+        library.resume("parts")
 
 
-@pytest.mark.parametrize("rank", [slow(None), 4])
-def test_resume_of_fine_tuning_is_bit_exact(run_folder: Path, text: Path, rank: int | None) -> None:
+def test_resume_of_adapters_is_bit_exact(run_folder: Path, text: Path) -> None:
     base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
-    settings: dict[str, Any] = {"init": base, "steps": 8, "dtype": "float32", "lora_rank": rank, "dropout": 0.1}
-    settings["merge_lora"] = rank is not None
+    settings: dict[str, Any] = {"init": base, "steps": 8, "dtype": "float32", "lora_rank": 4, "dropout": 0.1}
+    settings["merge_lora"] = True
     uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     result = library.resume("parts")
     assert_same(result.run, uninterrupted.run)
     assert curve(result.run) == curve(uninterrupted.run)
     assert json.loads(Path("parts/run.json").read_text())["init"]["sha256"] == folder.weight_checksums(base)
-    if rank is not None:
-        assert (result.run / "merged/model.safetensors").read_bytes() == (
-            uninterrupted.run / "merged/model.safetensors"
-        ).read_bytes()
-        interrupt_at(3, lambda listen: library.train(text, out="other", listen=listen, **settings))
-        base.rename("elsewhere")
-        with pytest.raises(UserError, match="base"):
-            library.resume("other")
+    merged, expected = (run / "merged/model.safetensors" for run in (result.run, uninterrupted.run))
+    assert merged.read_bytes() == expected.read_bytes()
+    make_killed_after(Path("parts"), 3)
+    base.rename("elsewhere")
+    with pytest.raises(UserError, match="base"):
+        library.resume("parts")
 
 
 def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:

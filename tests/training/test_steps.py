@@ -11,6 +11,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from conftest import facts, losses, resolved, slow, train, weights
+from models import trace_without_compiling
 
 import gpt
 from gpt.config import events
@@ -94,12 +95,6 @@ def test_late_downloads_do_not_change_events_or_weights(text: Path, monkeypatch:
     assert immediate_kinds == late_kinds
     assert losses(immediate_events) == losses(late_events)
     assert all(torch.equal(tensor, weights(late.run)[name]) for name, tensor in weights(immediate.run).items())
-
-
-def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
-    """Returns the traced graph, uncompiled."""
-    graph, _ = trace()
-    return lambda tensors: list(graph(*tensors))
 
 
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.

@@ -28,7 +28,7 @@ from conftest import (
     train,
     weights,
 )
-from models import CPU, SHAPES, loud, save, tiny_model
+from models import CPU, SHAPES, loud, save, tiny_model, trace_without_compiling
 from ranks import copy_killed_run
 from safetensors.torch import load_file
 
@@ -102,12 +102,6 @@ def add_gradients(stepper: Stepper, *batch: torch.Tensor) -> torch.Tensor:
     n_targets = torch.tensor(batch[1].numel())
     parts = [[tensor[rows] for tensor in batch] for rows in (slice(0, 2), slice(2, 4))]
     return torch.stack([stepper.backward(x, y, n_targets, lesson) for x, y, *lesson in parts]).sum()
-
-
-def trace_without_compiling(key: object, trace: Any, note: Any, description: str) -> programs.Program:
-    """Returns the traced graph, uncompiled."""
-    graph, _ = trace()
-    return lambda tensors: list(graph(*tensors))
 
 
 @pytest.mark.filterwarnings("default")

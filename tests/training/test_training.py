@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import FAST, TINY, Gpt, facts, losses, make_text, one_line_of_what_and_what_next, resolved, train, weights
+from ranks import to_options
 
 import gpt
 from gpt.config import events
@@ -35,7 +36,7 @@ from gpt.training import step as stepping
 from gpt.training.optim import Muon, make_optimizer
 from gpt.training.time_budget import Clock, Costs, TimeBudget
 
-TINY_WORDS = [word for name, value in TINY.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+TINY_WORDS = to_options(TINY)
 CPU = Compute(torch.device("cpu"), torch.float32)
 
 
