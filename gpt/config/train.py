@@ -18,6 +18,7 @@ DEVICE = r"(cpu|mps|cuda)(:\d{1,3})?"  # Regular expression for a device's name.
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Compile = Literal["auto", "on", "off"]
 Optimizer = Literal["muon", "adamw"]
+BaseDtype = Literal["full", "int8", "int4"]
 
 DEFAULT_WEIGHT_DECAY = 0.1  # GPT-3's weight decay
 MAX_THREADS = 4096
@@ -96,6 +97,10 @@ class TrainConfig(TextConfig):
     lora_targets: str | None = _tune(
         None, "Layers to adapt: all, attention, mlp, or some of query,key,value,output,gate,up,down", metavar="NAMES",
         shown="all",
+    )  # fmt: skip
+    base_dtype: BaseDtype | None = _tune(
+        None, "With --lora-rank: keep the frozen matrices in int8 or int4, or full: as wide as --dtype",
+        shown="as in the file",
     )  # fmt: skip
     merge_lora: bool = _tune(False, "With --lora-rank: also save the merged model, in RUN/merged")
     steps: int | None = _length(None, "Optimizer steps", shown="set by the size of the text", level="basic", low=1)
@@ -190,7 +195,7 @@ class TrainConfig(TextConfig):
         if self.lora_rank is not None and self.shard == "full":
             message = "--shard full cannot be combined with --lora-rank"
             raise UserError(message, "leave it out: adapters do not support sharded weights")
-        for name in ("merge_lora", "lora_alpha", "lora_targets"):
+        for name in ("merge_lora", "lora_alpha", "lora_targets", "base_dtype"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")
         known_targets = (*LORA_GROUPS, *LORA_ROLES)

@@ -99,6 +99,7 @@ def open_library(path: Path) -> ctypes.CDLL:
         ("forward", None, [model, _int, _pointer, _pointer, _pointer, _pointer, _int]),
         ("unembed", None, [model, _int, _pointer, _pointer, _int]),
         ("pack", _int, [ctypes.POINTER(Linear), _int, _pointer, _long, _long, _pointer, _int]),
+        ("restore", None, [_int, _pointer, _long, _long, _pointer, _long, _int, _pointer, _int]),
     ):
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments

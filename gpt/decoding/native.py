@@ -216,6 +216,27 @@ class PackedEmbedding(nn.Module):
         return to_tensor(self.matrix.restore(ids.flatten())).float().view(*ids.shape, -1)
 
 
+class StoredMatrix:
+    """A frozen matrix that stays quantized. Every use restores it, with decoder.c."""
+
+    def __init__(self, lib: ctypes.CDLL, weight: Quantized | Blocks) -> None:
+        self.lib, self.shape = lib, weight.shape
+        self._parts = _rows(weight) if isinstance(weight, Quantized) else weight.parts()
+
+    def parts(self) -> list[Rows]:
+        """Returns the rows as they are stored."""
+        return self._parts
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the matrix in float32 or bfloat16."""
+        matrix, threads = torch.empty(self.shape, dtype=dtype), torch.get_num_threads()
+        for type_, rows, outputs in self._parts:
+            source = type_, rows.data_ptr(), len(rows), rows.size(1), outputs.data_ptr()
+            with _calling:
+                self.lib.restore(*source, self.shape[1], dtype == torch.bfloat16, matrix.data_ptr(), threads)
+        return matrix
+
+
 def pack(module: nn.Module, lib: ctypes.CDLL, dtype: torch.dtype = torch.float32, bits: int | None = None) -> None:
     """Packs all matrices of a module in place. An embedding that is tied to an LM head shares its memory.
     Unquantized matrices are rounded to ``dtype``, or to ``bits`` bits. Everything else becomes float32, as activations

@@ -19,9 +19,11 @@ typedef struct { /* 32 inputs of an output: numbers, or levels that mean level Â
 } Group;
 
 static float from_half(const uint8_t *p) {
-    uint16_t bits[VL] = {0};
-    memcpy(bits, p, 2);
-    return load_half(bits)[0];
+    const uint32_t bits = p[0] | p[1] << 8;
+    union { uint32_t bits; float number; } u = {(bits & 0x7fff) << 13};
+    u.number *= 0x1p112f; /* Exponents differ by 112. */
+    u.bits |= (bits & 0x8000) << 16 | ((bits & 0x7c00) == 0x7c00 ? 0x7f800000 : 0);
+    return u.number;
 }
 
 static uint16_t to_half(float x) { /* Rounds to the nearest float16, ties to even. */
@@ -69,10 +71,9 @@ static void read_q6_k(Group *to, const uint8_t *block, int i) { /* Here 16 input
     const uint8_t *low = block + i / 4 * 64 + i % 2 * GROUP, *high = block + 128 + i / 4 * GROUP;
     const int8_t *scales = (const int8_t *)block + 192 + 2 * i;
     const float scale = from_half(block + 208);
-    for (int j = 0; j < GROUP; j++) {
-        const int level = ((low[j] >> i % 4 / 2 * 4 & 15) | (high[j] >> i % 4 * 2 & 3) << 4) - 32;
-        to->numbers[j] = scale * scales[j / 16] * level;
-    }
+    for (int j = 0; j < GROUP; j++)
+        to->levels[j] = ((low[j] >> i % 4 / 2 * 4 & 15) | (high[j] >> i % 4 * 2 & 3) << 4) - 32;
+    for (int j = 0; j < GROUP; j++) to->numbers[j] = scale * scales[j / 16] * to->levels[j];
 }
 
 static void read_group(Group *to, int type, const uint8_t *row, int64_t g, int count) {
@@ -88,6 +89,16 @@ static void read_group(Group *to, int type, const uint8_t *row, int64_t g, int c
 INLINE vf round_levels(const float *x, float scale, float low, float high) {
     const vf level = nearest(load(x) / splat(scale));
     return larger(splat(low), -larger(splat(-high), -level));
+}
+
+static void to_numbers(Group *group) { /* Restores the numbers of levels. */
+    for (int i = 0; i < GROUP; i += VL) {
+        vb levels;
+        memcpy(&levels, group->levels + i, VL);
+        const vf level = __builtin_convertvector(__builtin_convertvector(levels, vi), vf);
+        store(group->numbers + i, level * splat(group->scale) + splat(group->minimum));
+    }
+    group->has_levels = 0;
 }
 
 static float largest_number(const float *x) { /* Returns the number whose magnitude is largest. */
@@ -164,10 +175,7 @@ static void pack_group(Packing *p, int64_t row, int64_t g) {
     const int fits_int4 = p->type == Q4_0 ? !m->minimums : m->minimums && (p->type == Q4_1 || p->type == Q4_K);
     Group group;
     read_group(&group, p->type, p->rows + row * p->row_bytes, g, (int)MIN(GROUP, m->inputs - g * GROUP));
-    if (group.has_levels && m->kind != INT8 && !(m->kind == INT4 && fits_int4)) {
-        for (int i = 0; i < GROUP; i++) group.numbers[i] = group.levels[i] * group.scale + group.minimum;
-        group.has_levels = 0;
-    }
+    if (group.has_levels && m->kind != INT8 && !(m->kind == INT4 && fits_int4)) to_numbers(&group);
     if (m->kind >= INT8 && !group.has_levels) quantize_group(&group, m->kind == INT8 ? 8 : 4);
     if (m->kind >= INT8 && !(fabsf(group.scale) + fabsf(group.minimum) < 65520)) p->is_infinite = 1;
     write_group(m, p->outputs[row], g, &group);
@@ -179,6 +187,43 @@ static void pack_rows(void *packing, int thread) { /* Takes the rows of a tile a
     for (int64_t first; (first = take(TILE)) < p->count;)
         for (int64_t g = 0; g < GROUPS(p->m->inputs); g++)
             for (int64_t row = first; row < MIN(first + TILE, p->count); row++) pack_group(p, row, g);
+}
+
+typedef struct {
+    int type, is_bfloat16;
+    const uint8_t *rows;
+    int64_t count, row_bytes, inputs;
+    const int64_t *outputs;
+    void *to;
+} Restoring;
+
+static void restore_rows(void *restoring, int thread) {
+    const Restoring *p = restoring;
+    (void)thread;
+    for (int64_t row; (row = take(1)) < p->count;)
+        for (int64_t g = 0; g < GROUPS(p->inputs); g++) {
+            const int64_t start = p->outputs[row] * p->inputs + g * GROUP;
+            const int count = (int)MIN(GROUP, p->inputs - g * GROUP);
+            Group group;
+            read_group(&group, p->type, p->rows + row * p->row_bytes, g, count);
+            if (group.has_levels) to_numbers(&group);
+            for (int i = 0; i < count; i += VL) {
+                const vf numbers = load(group.numbers + i);
+                if (!p->is_bfloat16) store_some((float *)p->to + start + i, numbers, count - i);
+                if (!p->is_bfloat16) continue;
+                const vi bits = (vi)numbers; /* Rounds to the nearest bfloat16, ties to even. */
+                const vh half = __builtin_convertvector((bits + 0x7fff + (bits >> 16 & 1)) >> 16, vh);
+                if (count - i >= VL) memcpy((uint16_t *)p->to + start + i, &half, sizeof half);
+                else memcpy((uint16_t *)p->to + start + i, &half, (count - i) * 2);
+            }
+        }
+}
+
+/* Restores rows of a type as float32 or bfloat16, in a plain matrix of so many inputs. */
+void restore(int type, const uint8_t *rows, int64_t count, int64_t row_bytes, const int64_t *outputs, int64_t inputs,
+             int is_bfloat16, void *to, int thread_count) {
+    Restoring restoring = {type, is_bfloat16, rows, count, row_bytes, inputs, outputs, to};
+    in_parallel(restore_rows, &restoring, thread_count);
 }
 
 /* Copies rows of a type into a matrix. Returns whether a scale or a minimum is NaN or too large for float16. */

@@ -58,6 +58,7 @@ typedef int32_t vi __attribute__((vector_size(4 * VL)));
 typedef int8_t vb __attribute__((vector_size(VL)));
 typedef float vf_memory __attribute__((vector_size(4 * VL), aligned(4), may_alias)); /* Needs no alignment. */
 typedef int32_t vi_memory __attribute__((vector_size(4 * VL), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(2 * VL)));
 typedef uint16_t vh_memory __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 
 enum { FLOAT32, BFLOAT16, INT8, INT4 }; /* kinds of matrices */

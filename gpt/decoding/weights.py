@@ -19,7 +19,7 @@ from gpt.decoding.library import Note
 from gpt.decoding.native import PackedLinear
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown, count_matmul_parameters
-from gpt.model.quantize import GROUP, Ends, MappedEmbedding, Quantized, QuantizedLinear, quantize_model
+from gpt.model.quantize import GROUP, Ends, Quantized, QuantizedLinear, StoredEmbedding, quantize_model
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -160,6 +160,6 @@ def expected_bytes(config: GPTConfig, compute: Compute, bits: int | None) -> int
 
 def resident_bytes(model: GPT, compute: Compute) -> int:
     """Returns the bytes of all weights in memory, including an embedding that is separate from the LM head."""
-    is_in_memory = not (model.config.tied or isinstance(model.get_submodule("wte"), MappedEmbedding))
+    is_in_memory = not (model.config.tied or isinstance(model.get_submodule("wte"), StoredEmbedding))
     separate = is_in_memory * model.config.vocab_size * model.config.n_embd * compute.dtype.itemsize
     return weight_bytes(model, compute) + separate

@@ -19,6 +19,7 @@ from gpt.config.model import GPTConfig
 from gpt.config.train import LORA_GROUPS, LORA_ROLES
 from gpt.model.decoder import GPT
 from gpt.model.params import Parameter, Shape, named_parameters, parameters
+from gpt.model.quantize import QuantizedLinear, Restorable
 from gpt.system.errors import UserError
 
 # Role of each row of the GPT-3 table (`Parameter.matrices`).
@@ -41,18 +42,24 @@ class AdaptedMatrix:
 
 
 class LowRank(nn.Linear):
-    """A frozen linear map with an adapter for each of its ``matrices``."""
+    """A frozen linear map with an adapter for each of its ``matrices``. A quantized map is restored for every use."""
 
-    def __init__(self, linear: nn.Linear, rank: int, scale: float, matrices: Sequence[AdaptedMatrix]) -> None:
+    weight: Any  # a tensor or `Restorable`
+    bias: Any
+
+    def __init__(
+        self, linear: nn.Linear | QuantizedLinear, rank: int, scale: float, matrices: Sequence[AdaptedMatrix],
+        device: torch.device | None = None,
+    ) -> None:  # fmt: skip
         nn.Module.__init__(self)  # nn.Linear.__init__ would allocate new weights.
-        self.in_features, self.out_features, self.scale = linear.in_features, linear.out_features, scale
-        self.weight, self.bias = linear.weight, linear.bias
+        self.weight, self.bias, self.scale = linear.weight, linear.bias, scale
+        self.out_features, self.in_features = linear.weight.shape
         self.rows = tuple((matrix.start, matrix.rows) for matrix in matrices)
-        device = linear.weight.device
-        self.a = nn.Parameter(torch.empty(len(matrices) * rank, linear.in_features, device=device))
+        self.a = nn.Parameter(torch.empty(len(matrices) * rank, self.in_features, device=device))
         # B starts at 0, so the adapter changes nothing at first.
         self.b = nn.Parameter(torch.zeros(sum(n for _, n in self.rows), rank, device=device))
-        nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
+        if matrices:
+            nn.init.kaiming_uniform_(self.a, a=math.sqrt(5))
 
     def forward(self, x: Tensor) -> Tensor:
         """Applies the adapted map: (…, in) → (…, out)."""
@@ -68,7 +75,7 @@ class _AdaptedLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor,
+        weight: Tensor | Restorable,
         bias: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -76,26 +83,33 @@ class _AdaptedLinear(torch.autograd.Function):
         rows: tuple[tuple[int, int], ...],
     ) -> Tensor:
         device_type = x.device.type
-        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight.dtype
+        dtype = weight.dtype if isinstance(weight, Tensor) else x.dtype
+        dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else dtype
         flat = x.reshape(-1, x.size(-1)).to(dtype)
-        a, spread_b = a.to(dtype), _spread_b(scale * b, rows, weight.size(0)).to(dtype)
+        a, spread_b = a.to(dtype), _spread_b(scale * b, rows, weight.shape[0]).to(dtype)
         low_rank = flat @ a.t()  # (n, M R)
-        out = F.linear(flat, weight.to(dtype), None if bias is None else bias.to(dtype))
+        out = F.linear(flat, _restore(weight, dtype), None if bias is None else bias.to(dtype))
         out.addmm_(low_rank, spread_b.t())
-        ctx.save_for_backward(flat, low_rank, weight, a, spread_b)
-        ctx.scale, ctx.rows, ctx.shape, ctx.dtype = scale, rows, x.shape, x.dtype
+        ctx.save_for_backward(flat, low_rank, a, spread_b)
+        ctx.weight, ctx.scale, ctx.rows, ctx.shape, ctx.dtype = weight, scale, rows, x.shape, x.dtype
         return out.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        flat, low_rank, weight, a, spread_b = ctx.saved_tensors
-        grad = grads[0].reshape(-1, weight.size(0)).to(flat.dtype)
+        flat, low_rank, a, spread_b = ctx.saved_tensors
+        grad = grads[0].reshape(-1, len(spread_b)).to(flat.dtype)
         grad_low_rank = grad @ spread_b  # (n, M R)
         grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.to(grad.dtype)).addmm_(grad_low_rank, a).view(ctx.shape).to(ctx.dtype)
+            grad_x = (grad @ _restore(ctx.weight, grad.dtype)).addmm_(grad_low_rank, a).view(ctx.shape).to(ctx.dtype)
+        if not ctx.rows:
+            return grad_x, *[None] * 6
         grad_b = ctx.scale * _collect_b((grad.t() @ low_rank).float(), ctx.rows)
         return grad_x, None, None, (grad_low_rank.t() @ flat).float(), grad_b, None, None
+
+
+def _restore(weight: Tensor | Restorable, dtype: torch.dtype) -> Tensor:
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
 def _spread_b(b: Tensor, rows: tuple[tuple[int, int], ...], out_features: int) -> Tensor:
@@ -122,12 +136,17 @@ def adapt(model: GPT, rank: int, alpha: float, targets: str = "all") -> list[nn.
     """Freezes a model, adds adapters to its blocks' linear maps and returns the adapter parameters. Draws their initial
     values from torch's global generator."""
     model.requires_grad_(False)
-    adapter_parameters = []
-    for name, matrices in select_adapted(model.config, find_roles(targets, model.config)).items():
-        parent, _, child = name.rpartition(".")
-        adapter = LowRank(model.get_submodule(name), rank, alpha / rank, matrices)  # type: ignore[arg-type]
-        setattr(model.get_submodule(parent), child, adapter)
-        adapter_parameters += [adapter.a, adapter.b]
+    adapter_parameters, device = [], next(model.parameters()).device
+    selected = select_adapted(model.config, find_roles(targets, model.config))
+    quantized = [name for name, each in model.named_modules() if isinstance(each, QuantizedLinear)]
+    for name in [*selected, *(name for name in quantized if name not in selected)]:
+        matrices = selected.get(name, ())
+        adapter = LowRank(model.get_submodule(name), rank, alpha / rank, matrices, device)  # type: ignore[arg-type]
+        model.set_submodule(name, adapter)
+        if matrices:
+            adapter_parameters += [adapter.a, adapter.b]
+        else:
+            adapter.requires_grad_(False)
     return adapter_parameters
 
 

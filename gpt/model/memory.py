@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gpt.config.model import GPTConfig, Mlp
-from gpt.model.params import Kind, Shape, counts, parameters
+from gpt.model.params import Kind, Shape, counts, named_parameters, parameters
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 MAX_MATMUL_POSITIONS = 512  # Maximum positions of matmul attention in CPU training.
@@ -23,7 +23,8 @@ ALIGNED, ALIGNED_ON = 64, ("cuda",)
 # a CPU, the logits should fit in the caches. Forward and backward on two cores in bfloat16, with 4,096 positions, 4,096
 # ids and width 256, took 53 ms with chunks of 2²² logits, 81 ms with 2²⁴, and 149 ms with all logits and autograd.
 LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
-MIN_POSITIONS_PER_CHUNK = 512  # Minimum positions per chunk: with fewer, reading the unembedding takes too long.
+# Minimum positions per chunk: with fewer, it takes too long to read the unembedding, and to add to its gradient.
+MIN_POSITIONS_PER_CHUNK, MIN_FROZEN_POSITIONS = 512, 128
 FLOAT = 4
 WHOLE_GRADIENTS = 0.25  # Maximum share of device memory for gradients that accumulate unsharded.
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
@@ -48,6 +49,7 @@ class Setup:
     device: Literal["cuda", "cpu"] = "cuda"
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the models to learn from
     adapters: tuple[Shape, ...] = ()  # shapes of LoRA's A and B of each map, in turn; if empty, all weights are trained
+    base_bits: float = 0.0  # bits of a weight in the blocks of a quantized base model
     whole_gradients: bool = False  # whether sharded ranks accumulate unsharded gradients
 
     @property
@@ -113,6 +115,9 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     trained = FLOAT * (sum(map(math.prod, setup.adapters)) or sum(rank_counts.values()))
     gradients = -(-trained // setup.shard_ranks)
     parameters = gradients + setup.weight_width * sum(rank_counts.values()) * bool(setup.adapters)
+    if setup.base_bits:  # A product restores its matrix.
+        parameters -= round((setup.weight_width - setup.base_bits / 8) * rank_counts["linear"])
+        parameters += setup.width * max(math.prod(p.shape) for p in named_parameters(config).values() if p.is_matrix)
     state = 2 * gradients if setup.adapters else -(-optimizer_state(rank_counts, setup.optimizer) // setup.shard_ranks)
     snapshot = gradients + state
     activations, loss, (fixed, blocks) = (
@@ -262,9 +267,8 @@ def logits_at_once(config: GPTConfig, setup: Setup) -> int:
 def positions_at_once(positions: int, vocab_size: int, chunk: int, device: str, frozen: bool = False) -> int:
     """Positions per chunk of logits. Chunks have nearly equal sizes, up to ``chunk`` if nonzero."""
     max_logits = LOGITS_ON_CPU if device != "cuda" else FROZEN_LOGITS if frozen else LOGITS
-    max_chunk = min(
-        chunk or positions, max(MIN_POSITIONS_PER_CHUNK, max_logits // columns_of_logits(vocab_size, device))
-    )
+    least = MIN_FROZEN_POSITIONS if frozen else MIN_POSITIONS_PER_CHUNK
+    max_chunk = min(chunk or positions, max(least, max_logits // columns_of_logits(vocab_size, device)))
     return -(-positions // -(-positions // max_chunk))
 
 

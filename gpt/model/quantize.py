@@ -61,8 +61,11 @@ class Quantized:
         minimums = None if self.minimums is None else change(self.minimums)
         return Quantized(change(self.levels), change(self.scales), minimums)
 
-    def dequantize(self) -> Tensor:
-        """Returns the matrix in float32."""
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the matrix."""
+        return self._dequantize().to(dtype)
+
+    def _dequantize(self) -> Tensor:
         levels = self.levels if self.bits == 8 else self.unpack_levels().float()
         if self.minimums is None:
             return scale_groups(levels if self.bits == 8 else levels.sub_(MIDDLE), self.scales)
@@ -87,18 +90,22 @@ class Rows(NamedTuple):
     outputs: Tensor  # int64, the place of each row in the matrix
 
 
-class Blocks(Protocol):
-    """A quantized matrix in a GGUF file. `gpt.decoding` uses its levels and scales, and everything else restores it."""
+class Restorable(Protocol):
+    """A quantized matrix."""
 
     @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
 
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the matrix."""
+
+
+class Blocks(Restorable, Protocol):
+    """A quantized matrix in a GGUF file. `gpt.decoding` uses its levels and scales, and everything else restores it."""
+
     def parts(self) -> list[Rows]:
         """Returns the file's rows."""
-
-    def dequantize(self) -> Tensor:
-        """Returns the matrix in float32."""
 
     def rows(self, ids: Tensor) -> Tensor:
         """Looks up rows by id, (…) → (…, in), in float32."""
@@ -207,28 +214,17 @@ class QuantizedLinear(nn.Module):
         return multiply(x, self.weight, self.bias)
 
 
-class QuantizedEmbedding(nn.Module):
-    """An embedding that dequantizes only the rows it looks up, to ``dtype``."""
+class StoredEmbedding(nn.Module):
+    """A quantized embedding, or one in a file. It reads only the rows it looks up."""
 
-    def __init__(self, weight: Quantized, dtype: torch.dtype) -> None:
+    def __init__(self, weight: Tensor | Quantized | Blocks, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight, self.dtype = weight, dtype
 
     def forward(self, ids: Tensor) -> Tensor:
         """(…) → (…, C)."""
-        return self.weight.rows(ids).to(self.dtype)
-
-
-class MappedEmbedding(nn.Module):
-    """An embedding in a file, which reads only the rows it looks up."""
-
-    def __init__(self, weight: Tensor | Blocks) -> None:
-        super().__init__()
-        self.weight = weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """(…) → (…, C), in float32."""
-        return F.embedding(ids, self.weight).float() if isinstance(self.weight, Tensor) else self.weight.rows(ids)
+        rows = F.embedding(ids, self.weight) if isinstance(self.weight, Tensor) else self.weight.rows(ids)
+        return rows.to(self.dtype)
 
 
 class Ends(nn.Module):
@@ -250,7 +246,7 @@ def quantize_model(module: Module, bits: int, dtype: torch.dtype = torch.float32
     if isinstance(module, GPT | Ends) and isinstance(module.wte, nn.Embedding):
         matrix = to_int8(module.wte.weight)
         module.lm_head = module.lm_head or QuantizedLinear(matrix, None)
-        module.set_submodule("wte", QuantizedEmbedding(matrix, dtype))
+        module.set_submodule("wte", StoredEmbedding(matrix, dtype))
     return module
 
 

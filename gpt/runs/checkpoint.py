@@ -18,7 +18,7 @@ from gpt.config.model import GPT2_VOCAB, GPTConfig
 from gpt.model import lora
 from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
-from gpt.model.quantize import Blocks, Ends, MappedEmbedding, QuantizedLinear, to_tensor
+from gpt.model.quantize import Blocks, Ends, QuantizedLinear, StoredEmbedding, to_tensor
 from gpt.runs import adapter, folder, gguf_model, hf, model_config, tensors
 from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
 from gpt.system.errors import UserError, warn
@@ -177,7 +177,21 @@ def load(
     finish: Callable[[nn.Module], object] | None = None,
     keep_blocks: bool = False,
 ) -> Checkpoint:
-    """Loads a gpt or Transformers checkpoint. Validates it before allocating memory.
+    """Loads a gpt or Transformers checkpoint with its tokenizer. The arguments and errors are those of `load_model`."""
+    model = load_model(path, device, shape, dtype, mapped, finish, keep_blocks)
+    return Checkpoint(model, load_tokenizer(path, model.config))
+
+
+def load_model(
+    path: Path,
+    device: torch.device,
+    shape: GPTConfig | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    mapped: bool = False,
+    finish: Callable[[nn.Module], object] | None = None,
+    keep_blocks: bool = False,
+) -> GPT:
+    """Loads the model of a gpt or Transformers checkpoint. Validates it before allocating memory.
 
     ``shape`` replaces the checkpoint's shape. ``shape`` can have another dropout and a shorter context, which truncates
     position tables. Weights are read directly into ``dtype``; an adapter is merged into its base model in float32.
@@ -185,13 +199,14 @@ def load(
     With ``mapped``, weights that need no conversion stay memory-mapped, and the model cannot be trained. ``finish``
     quantizes weights or lays them out for decoding. It is called with the embedding and the LM head (`Ends`), with each
     block after the block is read, and then with the model. Without a ``dtype``, ``finish`` gets weights as they are
-    stored: an embedding that is not the LM head stays in the file, and with ``keep_blocks`` quantized matrices too.
+    stored, and an embedding that is not the LM head stays in the file. With ``keep_blocks``, quantized matrices stay in
+    it too: with a ``dtype``, only those that are not the LM head.
 
     Raises `UserError` for damage (a checksum, a shape, a number), an unsupported model, or a missing base.
     """
     if folder.is_adapter(path):
         config, loaded_adapter, base = _open_adapter(path)
-        model = load(base, device, shape or config).model
+        model = load_model(base, device, shape or config)
         lora_tensors, roles = adapter.tensors(path, config, loaded_adapter.rank)
         lora.merge(model, lora_tensors, loaded_adapter.scale, roles)
         if finish is not None:
@@ -199,7 +214,7 @@ def load(
     else:
         config, stored = open_weights(path)
         model = build(shape or config, stored, device, dtype, mapped, finish, keep_blocks)
-    return Checkpoint(model, load_tokenizer(path, config))
+    return model
 
 
 def peek(path: Path) -> tuple[GPTConfig, Tokenizer]:
@@ -221,7 +236,7 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
     @functools.cache
     def merged() -> Mapping[str, Tensor]:
-        model = load(path, torch.device("cpu")).model
+        model = load_model(path, torch.device("cpu"))
         return {**model.state_dict(), **fixed(model)}
 
     return config, {name: partial(lambda name: merged()[name], name) for name in named_parameters(config)}
@@ -367,16 +382,17 @@ def build(
     keep_blocks: bool = False,
 ) -> GPT:
     """Builds a model from ``stored`` weights, part by part and without initialization, for evaluation. The other
-    arguments are as in `load`."""
+    arguments are as in `load_model`."""
     with torch.device("meta"):
         model = GPT(config)
 
     def fill(part: str, values: Mapping[str, Tensor | Blocks]) -> None:
         state: dict[str, Tensor] = {}
         for name, value in values.items():
-            tensor = value if keep_blocks and not isinstance(value, Tensor) else to_tensor(value)
-            if part == "wte" and dtype is None:
-                model.set_submodule(part, MappedEmbedding(tensor))
+            is_kept = keep_blocks and (dtype is None or part.startswith("h.") or (part == "wte" and not config.tied))
+            tensor = value if is_kept or isinstance(value, Tensor) else value.dequantize(dtype or torch.float32)
+            if part == "wte" and (dtype is None or not isinstance(tensor, Tensor)):
+                model.set_submodule(part, StoredEmbedding(tensor, dtype or torch.float32))
             elif not isinstance(tensor, Tensor):
                 linear: Any = model.get_submodule(name.removesuffix(".weight"))
                 model.set_submodule(name.removesuffix(".weight"), QuantizedLinear(tensor, linear.bias))

@@ -23,6 +23,7 @@ from gpt.system.errors import UserError, WorkError
 from gpt.system.gguf_header import HINT, Header, TensorInfo, header, is_gguf, mapped
 
 _OTHER_FILE = "use the model's Transformers folder instead"
+CHUNK = 2**20  # elements restored at a time, for which the package gguf needs several times their memory
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -79,9 +80,15 @@ class FileBlocks:
             parts.append(Rows(info.type if is_known else F32, rows, places[tensor.rows]))
         return parts
 
-    def dequantize(self) -> Tensor:
-        """Returns the matrix in float32."""
-        return _concatenate([_read_tensor(info) for info in self.infos], self.group)
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns the matrix."""
+        places, matrix = torch.arange(self.shape[0]), torch.empty(self.shape, dtype=dtype)
+        for info, tensor in zip(self.infos, self.group, strict=True):
+            rows, outputs = _map_rows(info), places[tensor.rows]
+            step = max(1, CHUNK // self.shape[1])
+            for start in range(0, len(rows), step):
+                matrix[outputs[start : start + step]] = _dequantize(rows[start : start + step], info).to(dtype)
+        return matrix
 
     def rows(self, ids: Tensor) -> Tensor:
         """Looks up rows of a matrix that is one tensor, (…) → (…, in), in float32."""

@@ -2,7 +2,9 @@
 
 import math
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -10,14 +12,16 @@ from torch import Tensor
 
 from gpt.chat import chat
 from gpt.config.model import ARCHITECTURES, GPTConfig, Preset
-from gpt.config.train import Optimizer, TrainConfig
+from gpt.config.train import BaseDtype, Optimizer, TrainConfig
+from gpt.decoding import native
 from gpt.model import lora
-from gpt.model.decoder import GPT
+from gpt.model.decoder import GPT, Block
 from gpt.model.params import breakdown
-from gpt.runs import checkpoint, folder, hub
+from gpt.model.quantize import BITS, Quantized, QuantizedLinear, quantize_model
+from gpt.runs import checkpoint, folder, gguf_model, hub
 from gpt.runs.adapter import Adapter
 from gpt.runs.record import StartRecord
-from gpt.system.errors import UserError
+from gpt.system.errors import UserError, warn
 from gpt.tokenizers.tokenizer import Tokenizer
 
 # Factors that multiply the preset's learning rate for training from scratch. Muon's was tuned on nano, AdamW's is
@@ -54,13 +58,24 @@ class InitCheckpoint:
         added = range(self.tokenizer.usable, tokenizer.vocab_size)
         return replace(self, tokenizer=tokenizer.for_model(model.vocab_size), added=added, model=model)
 
-    def load(self, shape: GPTConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> GPT:
-        """Loads the weights. ``shape`` can have a different dropout and a shorter context than `model`."""
-        own_shape = replace(shape, vocab_size=checkpoint.peek(self.path)[0].vocab_size)
-        model = checkpoint.load(self.path, device, own_shape, dtype=dtype).model.to(dtype).train()
+    def load(
+        self,
+        shape: GPTConfig,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+        base_dtype: BaseDtype | None = "full",
+    ) -> GPT:
+        """Loads the weights. ``shape`` can have a different dropout and a shorter context than `model`. By default, all
+        weights are in ``dtype``; with another ``base_dtype``, the blocks' matrices are quantized, or with None stay
+        as they are in the file."""
+        own_shape = replace(shape, vocab_size=checkpoint.open_weights(self.path)[0].vocab_size)
+        finish = None if base_dtype == "full" else partial(_keep_quantized, base_dtype, device)
+        keep_blocks = base_dtype is None and device.type == "cpu"
+        model = checkpoint.load_model(self.path, device, own_shape, dtype, finish=finish, keep_blocks=keep_blocks)
+        model = model.to(dtype).train()
         model.config = shape
         for name, table in (("wte.weight", model.wte), ("lm_head.weight", model.lm_head)):
-            if table is not None:
+            if table is not None and self.added:
                 weight: Tensor = table.weight.detach()  # type: ignore[operator]
                 table.weight = nn.Parameter(self.add_token_rows(name, weight))
         return model
@@ -75,6 +90,12 @@ class InitCheckpoint:
         rows[self.added.start : self.added.stop] = parameter[: self.added.start].float().mean(0).to(rows.dtype)
         return rows
 
+    @property
+    def quantized_bytes(self) -> int:
+        """The size of a quantized GGUF file. 0 for another model."""
+        is_quantized = bool(gguf_model.quantized_types(self.path))
+        return sum(file.stat().st_size for file in folder.weight_files(self.path)) if is_quantized else 0
+
     def record(self) -> StartRecord:
         """Returns the model's entry in ``run.json``."""
         return StartRecord(self.name, str(self.path.absolute()), self.sha256)
@@ -85,6 +106,20 @@ class InitCheckpoint:
         if hub.is_remote(self.name):  # If the cache is emptied, the commit can be downloaded again.
             base = f"{self.name.partition('@')[0]}@{self.path.name}"
         return Adapter(base, rank, alpha, self.sha256)
+
+
+def _keep_quantized(base_dtype: BaseDtype | None, device: torch.device, module: nn.Module) -> None:
+    """Quantizes the matrices of blocks to ``base_dtype``, if it is not None, and lets products restore them."""
+    for block in (each for each in module.modules() if isinstance(each, Block)):
+        if base_dtype is not None:
+            quantize_model(block, BITS[base_dtype])
+        library = native.find(warn) if device.type == "cpu" else None
+        linears: list[Any] = [each for each in block.modules() if isinstance(each, QuantizedLinear)]
+        for each in linears:
+            if library is not None:
+                each.weight = native.StoredMatrix(library, each.weight)
+            elif isinstance(each.weight, Quantized):
+                each.weight = each.weight.map(lambda part: part.to(device))
 
 
 def find_init(config: TrainConfig) -> InitCheckpoint | None:

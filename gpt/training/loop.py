@@ -350,7 +350,7 @@ class Trainer:
         measure = partial(evaluate_best, self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         result = self.stepper.run_eagerly(measure)
         if self.recipe.merge_lora and self.world.is_main:
-            merged, model = self.run.path / "merged", checkpoint.load(result.checkpoint, torch.device("cpu")).model
+            merged, model = self.run.path / "merged", checkpoint.load_model(result.checkpoint, torch.device("cpu"))
             checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
             self.session.note(f"merged: {merged}")
         return self.journal.end(result, "steps" if self.is_at_end else "patience")

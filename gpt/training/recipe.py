@@ -9,7 +9,7 @@ import torch
 from gpt.config.device import Compute
 from gpt.config.model import GPTConfig, Preset, find_preset
 from gpt.config.settings import Amount, Count, Positive, Within
-from gpt.config.train import DEFAULT_WEIGHT_DECAY, Optimizer, TrainConfig
+from gpt.config.train import DEFAULT_WEIGHT_DECAY, BaseDtype, Optimizer, TrainConfig
 from gpt.corpus.batches import MAX_BATCH_SIZES, Ramp
 from gpt.model import lora
 from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
@@ -62,7 +62,7 @@ EVALUATIONS = 20  # default number of evaluations
 PATIENCE_SHARE, MIN_PATIENCE = 0.25, 5
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
-COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "shard", "recompute")
+COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "base_dtype", "shard", "recompute")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Facts:
     local_processes: int = 1  # on this machine
     rows: int = 0  # rows of examples; 0 for text
     base: GPTConfig | None = None  # shape of the base model in fine-tuning
+    base_bytes: int = 0  # size of a base model that is quantized
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the teachers
     costs: Costs | None = None  # of uncompiled steps, once measured for ``--minutes``
     compiled_costs: Costs | None = None
@@ -135,6 +136,7 @@ class Recipe:
     lora_alpha: Amount = 0.0
     lora_targets: str = "all"
     merge_lora: bool = False
+    base_dtype: BaseDtype | None = None  # dtype of the frozen matrices in blocks; None for the file's
     ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
@@ -536,8 +538,16 @@ def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: O
         device="cuda" if facts.device == "cuda" else "cpu",
         teachers=facts.teachers,
         adapters=tuple(adapters.values()),
+        base_bits=_base_bits(settings, model, facts) if settings.lora_rank else 0.0,
         whole_gradients=accumulates_whole(model, facts.memory),
     )
+
+
+def _base_bits(settings: TrainConfig | Recipe, model: GPTConfig, facts: Facts) -> float:
+    """The bits of a weight in the blocks of a quantized base model. 0 if they are not quantized."""
+    if settings.base_dtype is None:
+        return 8 * facts.base_bytes / breakdown(model).trainable
+    return {"int8": 8.5, "int4": 4.5}.get(settings.base_dtype, 0.0)
 
 
 def check_model(recipe: Recipe, facts: Facts) -> None:

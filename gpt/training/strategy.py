@@ -108,8 +108,11 @@ class Strategy:
 
     def load(self, path: Path, recipe: Recipe) -> None:
         """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
-        `gpt eval` does."""
-        if recipe.lora_rank:
+        `gpt eval` does, unless that is quantized."""
+        maps = [each for each in self.model.modules() if isinstance(each, lora.LowRank)]
+        if maps and not isinstance(maps[0].weight, Tensor):
+            _load_adapters(path, recipe, self.optimizer.parameters)
+        elif maps:
             self._load_merged(path, recipe)
         else:
             weights: dict[str, Tensor] = {}
@@ -300,13 +303,16 @@ def make_strategy(
         optimizer = make_optimizer(sharded.model, *settings, ShardExchange(world), sharded.parameters)
         return Sharded(sharded, optimizer, compute, world)
     if path is not None and not recipe.lora_rank:
-        model = checkpoint.load(path, compute.device, recipe.model).model.train()
+        model = checkpoint.load_model(path, compute.device, recipe.model).train()
     else:
         # With adapters, the base model can be in bfloat16, which takes half the memory. In float16, it would overflow
         # outside the matrix products.
         is_bfloat16 = recipe.lora_rank and compute.dtype == torch.bfloat16
         dtype = torch.bfloat16 if is_bfloat16 else torch.float32
-        model = init.load(recipe.model, compute.device, dtype) if init else GPT(recipe.model).to(compute.device)
+        base_dtype = recipe.base_dtype if recipe.lora_rank else "full"
+        model = (
+            init.load(recipe.model, compute.device, dtype, base_dtype) if init else GPT(recipe.model).to(compute.device)
+        )
     model.recompute = recipe.recompute
     if recipe.lora_rank:
         if recipe.lora_rank > model.config.n_embd:

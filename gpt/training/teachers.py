@@ -66,7 +66,7 @@ class Teachers:
     def models(self) -> list[GPT]:
         """The models, loaded on first use. Their weights are in bfloat16 if the run computes in it."""
         dtype = torch.bfloat16 if self.compute.dtype == torch.bfloat16 else torch.float32
-        models = [checkpoint.load(each.path, self.compute.device, dtype=dtype).model.to(dtype) for each in self.found]
+        models = [checkpoint.load_model(each.path, self.compute.device, dtype=dtype).to(dtype) for each in self.found]
         return [model.eval().requires_grad_(False) for model in models]
 
     def read(

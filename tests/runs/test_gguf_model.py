@@ -19,7 +19,7 @@ from torch import Tensor
 
 import gpt as library
 from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
-from gpt.decoding.native import PackedLinear
+from gpt.decoding.native import PackedLinear, StoredMatrix, find
 from gpt.exporting import gguf
 from gpt.exporting.provenance import read_provenance
 from gpt.model.decoder import GPT
@@ -115,6 +115,11 @@ def check_weights(model: GPT, kind: str, tmp_path: Path) -> None:
     exact = exact.rename(tmp_path / "exact.gguf")
     path = rewritten(write(tmp_path / "again.gguf", model), {}, change)
     read, reference = (checkpoint.load(each, torch.device("cpu")).model for each in (path, exact))
+    for name, get in checkpoint.open_weights(path)[1].items():
+        if not isinstance(blocks := get(), Tensor):
+            restored = StoredMatrix(find(print), blocks)  # type: ignore[arg-type]
+            assert torch.equal(restored.dequantize(), read.state_dict()[name])
+            assert torch.equal(restored.dequantize(torch.bfloat16), read.state_dict()[name].bfloat16())
     assert {info.type for info in header(path).tensors.values()} == {0, int(type_)}
     assert torch.allclose(logits(read), logits(reference), rtol=0, atol=1e-5)
     assert not torch.allclose(logits(read), logits(model), rtol=0, atol=1e-5)

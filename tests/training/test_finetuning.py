@@ -126,15 +126,49 @@ def test_last_evaluation_of_adapters_reports_what_gpt_eval_does(
 ) -> None:
     """The base model trains in bfloat16 and is loaded once."""
     loads = []
-    load = checkpoint.load
+    load = checkpoint.load_model
     train(text, steps=2, out="base", arch=arch)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "load", lambda *args, **settings: loads.append(1) or load(*args, **settings))
+        patch.setattr(checkpoint, "load_model", lambda *args, **settings: loads.append(1) or load(*args, **settings))
         settings: dict[str, Any] = {"init": "base", "lora_rank": 2, "dtype": "bfloat16", "lr": 1e-2}
         result = library.train(text, val_text=str(second_text), steps=3, **settings)
     assert loads == [1]
     expected = library.load(result.run).loss(second_text.read_bytes().decode())
     assert result.val_loss == pytest.approx(expected, abs=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "arch", "settings"),
+    [("int4", "modern", {}), ("int8", "gpt2", {"lora_targets": "attention", "recompute": True}),
+     ("f32", "gpt2", {"base_dtype": "int8"})],
+)  # fmt: skip
+def test_adapters_over_quantized_weights(
+    text: Path, second_text: Path, kind: str, arch: str, settings: dict[str, Any]
+) -> None:
+    """Products restore the file's weights, so losses are those over the restored model. Resumes to the bit."""
+    train(text, steps=2, out="base", arch=arch, n_embd=64)
+    library.export("base", "base.gguf", dtype=kind)
+    settings = {"init": "base.gguf", "lora_rank": 2, "lr": 1e-2, "schedule": "constant", "warmup": 0, **settings}
+    settings["val_text"] = str(second_text)
+    result, run_events = train_with_events(text, steps=6, eval_every=2, **settings)
+    full = settings | {"base_dtype": "full", "init": "base.gguf"}
+    tolerance = 2e-5
+    if kind == "f32":  # In the int8 file, the embedding is in int8 as well.
+        tolerance = 1e-3
+        library.export("base.gguf", "int8.gguf", dtype="int8")
+        full["init"] = "int8.gguf"
+    reference, reference_events = train_with_events(text, steps=6, eval_every=2, **full)
+    assert losses_by_step(run_events) == pytest.approx(losses_by_step(reference_events), abs=tolerance)
+    assert losses_by_step(run_events)[6] < losses_by_step(run_events)[0]
+    assert result.val_loss == pytest.approx(reference.val_loss, abs=tolerance)
+    if kind != "f32":
+        assert library.load(result.run).loss(second_text.read_bytes().decode()) == pytest.approx(
+            result.val_loss, abs=2e-5
+        )
+    stopped, _ = train_with_events(text, steps=4, eval_every=2, **settings)
+    resumed = library.resume(stopped.run, steps=6)
+    weights = [file_sha256(each.checkpoint / "adapter_model.safetensors") for each in (resumed, result)]
+    assert weights[0] == weights[1]
 
 
 def test_nearest_preset() -> None:
