@@ -68,9 +68,13 @@ def _charts(runs: Sequence[dict[str, Any]], run_reports: "Sequence[Report]", uni
         if high is not None:
             series = [replace(curve, points=[(x, min(y, high)) for x, y in curve.points]) for curve in series]
         charts[at] = (f"{title}, {cut}" if cut else title, x_name, series, height, logarithmic)
-    for title, key in (
-        ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
-    ):  # fmt: skip
+    titles = {
+        "accuracy": "accuracy", "margin": "margin of rewards", "lr": "learning rate", "grad_norm": "gradient norm",
+        "tokens_per_second": "tokens per second",
+    }  # fmt: skip
+    for key, title in titles.items():
+        if not all(key in run["steps"] for run in runs):
+            continue
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
         series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
         charts.append((title, "steps", series, 7, key == "grad_norm"))

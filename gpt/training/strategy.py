@@ -106,10 +106,12 @@ class Strategy:
             return self.compute
         return device.pick(str(self.compute.device), "auto")
 
-    def load(self, path: Path, recipe: Recipe) -> None:
+    def load(self, path: Path, recipe: Recipe, merge: bool = True) -> None:
         """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
-        `gpt eval` does."""
-        if recipe.lora_rank:
+        `gpt eval` does, unless ``merge`` is off."""
+        if recipe.lora_rank and not merge:
+            _load_adapters(path, recipe, self.optimizer.parameters)
+        elif recipe.lora_rank:
             self._load_merged(path, recipe)
         else:
             weights: dict[str, Tensor] = {}
