@@ -72,8 +72,8 @@ class Example:
 
     @property
     def group(self) -> str:
-        """What decides whether the example is held out: examples of a group stay together."""
-        return self.identity
+        """A key that examples share if they must be on the same side of the split, or "" if there are none."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class Preference(Example):
 
     @property
     def group(self) -> str:
-        """The prompt, which must not be on both sides of the split."""
+        """The prompt."""
         return json.dumps([self.prompt, self.variables])
 
 
@@ -226,6 +226,9 @@ def _parse_preference(record: dict[str, Any], where: Callable[[], str]) -> Prefe
     form, variables = Preference.records, _read_variables(record)
     _check_supported(record, form)
     names = [name for name in form.columns(record) if name in form.keys]
+    for name in names:
+        if name not in record:
+            get_string(record, name, form.hint)  # Raises.
     values: list[Any] = [_find_objects(record[name]) or record[name] for name in names]
     if all(isinstance(value, list) and all(isinstance(item, dict) for item in value) for value in values):
         for item in itertools.chain(*values):
@@ -456,21 +459,23 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
 
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
-    """Returns training and held-out examples. Holds out the last ``fraction`` of the groups, at least one unless
-    ``fraction`` is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of the seed and the group decides instead,
-    so adding examples does not move others. Raises `UserError` if no example is left for training."""
+    """Returns training and held-out examples, keeping groups together. Holds out the last ``fraction``, at least one
+    example unless ``fraction`` is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of the seed and the example
+    decides instead, so adding examples does not move others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
-    example_groups = [example.group for example in examples]
-    groups = dict.fromkeys(example_groups)
-    if len(examples) < MIN_HASHED_DOCUMENTS:
-        last_groups = {*list(groups)[-max(1, round(len(groups) * fraction)) :]}
-    else:
-        hashes = {group: hash_fraction(group, seed) for group in groups}
+    is_hashed = len(examples) >= MIN_HASHED_DOCUMENTS
+    keys = [each.group or (each.identity if is_hashed else str(index)) for index, each in enumerate(examples)]
+    groups = [*dict.fromkeys(keys)]
+    held_out_groups = {*groups[-max(1, round(len(groups) * fraction)) :]}
+    if is_hashed:
+        hashes = {key: hash_fraction(key, seed) for key in groups}
         threshold = min(max(fraction, min(hashes.values()) * 1.0000001), max(hashes.values()))
-        last_groups = {group for group, value in hashes.items() if value < threshold}
-    train = [each for each, group in zip(examples, example_groups, strict=True) if group not in last_groups]
-    held_out = [each for each, group in zip(examples, example_groups, strict=True) if group in last_groups]
+        held_out_groups = {key for key, value in hashes.items() if value < threshold}
+    train, held_out = (
+        [each for each, key in zip(examples, keys, strict=True) if (key in held_out_groups) == is_held_out]
+        for is_held_out in (False, True)
+    )
     if not train or not held_out:
         problem = f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}"
         if len(groups) == 1 < len(examples):

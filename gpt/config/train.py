@@ -202,7 +202,7 @@ class TrainConfig(TextConfig):
             }
         options += [f"--{name.replace('_', '-')}" for name, is_given in others.items() if options and is_given]
         if len(options) > 1:
-            raise UserError(f"{options[-1]} and {options[0]} cannot be combined", "give one of them")
+            raise UserError(f"{options[-1]} cannot be combined with {options[0]}", "leave one of them out")
         if self.preferences and self.init is None:
             raise UserError("--preferences needs --init", "it trains the model that answers prompts: --init MODEL")
         if self.beta is not None and not self.preferences:
