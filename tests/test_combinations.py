@@ -41,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "windowed": {"window": 8, "window_layers": (0, 1)},
     "scaled": {"rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},
 }
-TEXTS = {"pairs": "pairs.jsonl", "chat": "chats.jsonl"}
+TEXTS = {"pairs": "pairs.jsonl", "chat": "chats.jsonl", "preferences": "preferences.jsonl"}
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +75,7 @@ def texts(workdir: Path) -> None:
     records = {
         "pairs": [{"prompt": q, "completion": a} for q, a in questions],
         "chat": [{"messages": m} for m in chats],
+        "preferences": [{"chosen": m, "rejected": [m[0], {**m[1], "content": " la"}]} for m in chats[1:]],
     }
     for kind, name in TEXTS.items():
         Path(name).write_text("\n".join(map(json.dumps, records[kind])))
@@ -104,6 +105,8 @@ MEETINGS: dict[str, dict[str, Any]] = {
     "pairs, added context": {"init": "qwen2", "pairs": True, "block_size": 24},
     "chat, LoRA, teacher": {"init": "qwen2", "teacher": "mistral", **LORA, "chat": True},
     "chat, added tokens, untied": {"init": "mistral plain", "chat": True},
+    "preferences, LoRA": {"init": "llama", **LORA, "preferences": True},
+    "preferences": {"init": "gpt2", "preferences": True},
     "windows": {"init": "mistral windowed", "block_size": 16},
     "RoPE scaling, pairs, LoRA": {"init": "llama scaled", **LORA, "pairs": True},
 }
@@ -131,6 +134,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "LoRA": {"init": "llama", **LORA},
     "pairs": {"init": "qwen2", "pairs": True},
     "chat, LoRA": {"init": "qwen3", **LORA, "chat": True},
+    "preferences, LoRA": {"init": "qwen2", **LORA, "preferences": True},
     "chat, added tokens": {"init": "gpt2 plain", "chat": True},
     "teacher": {**NEW, "vocab_size": None, "teacher": "mistral"},
     "LoRA, teacher": {"init": "qwen3", "teacher": "qwen2", **LORA},
@@ -147,7 +151,7 @@ def test_training_from_a_gguf_file_equals_training_from_its_weights(name: str, b
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state_of(parts).items())
 
 
-@pytest.mark.parametrize("name", ["pairs", "chat, LoRA", "own teachers", more("teacher")])
+@pytest.mark.parametrize("name", ["pairs", "chat, LoRA", "preferences, LoRA", "own teachers", more("teacher")])
 def test_timed_run_equals_a_run_of_its_steps(name: str, bases: Bases) -> None:
     settings = with_bases(bases, {**KINDS, "own teachers": {**NEW, "teachers": 1}}[name])
     is_taught = name == "own teachers"

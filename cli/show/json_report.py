@@ -93,7 +93,10 @@ OUTCOMES = {None: "not finished", "steps": "all steps done", "patience": "stoppe
 
 
 def _choose_loss_unit(reports: Sequence[Report]) -> str:
-    """Returns the unit of losses: nats per token, or bits per byte for runs with different tokenizers."""
+    """Returns the unit of losses: nats per token or preference, or bits per byte for runs with different tokenizers."""
+    has_rewards = [report.has_rewards for report in reports]
+    if any(has_rewards):
+        return "nats per preference" if all(has_rewards) else "nats per token or preference, not comparable"
     tokenizers = {report.record.tokenizer and report.record.tokenizer.fingerprint for report in reports}
     if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
         return NATS
@@ -136,7 +139,7 @@ def _limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:
     """Returns the length in seconds and the name of a time unit that suits the longest run."""
     histories = [report.history for report in reports]
-    longest = max(event.seconds for history in histories for event in [*history.steps[-1:], *history.evals[-1:]])
+    longest = max(each[-1].seconds for history in histories for each in (history.steps, history.evals) if each)
     return (3600, "hours") if longest > 7200 else (60, "minutes") if longest > 300 else (1, "seconds")
 
 

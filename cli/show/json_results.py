@@ -30,7 +30,7 @@ def pick(source: Any, *names: str) -> Tree:
 def result(result: "Result") -> Tree:
     """Returns the object of ``gpt train --json``."""
     values = asdict(result)
-    for key in ("mfu", "answers", "held_out_answers", "chat"):
+    for key in ("mfu", "answers", "held_out_answers", "chat", *(() if result.rewards else ("rewards",))):
         del values[key]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "step_seconds": round(result.step_seconds, 3)}
     paths = {"run": str(result.run), "checkpoint": str(result.checkpoint)}

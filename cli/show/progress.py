@@ -143,6 +143,11 @@ def draw_bar(fraction: float, width: int) -> Text:
     return Text.assemble(("━" * filled, "magenta"), ("━" * (size - filled), "bright_black"))
 
 
+def accuracy(rewards: events.Rewards) -> str:
+    """Returns the accuracy and margin of preferences as a suffix, or an empty string for other data."""
+    return "" if rewards.accuracy is None else f" (accuracy {rewards.accuracy:.0%}, margin {rewards.margin:.2f})"
+
+
 class TrainDisplay:
     """Shows a training run: events as lines, and the current task as a `Bar`."""
 
@@ -186,7 +191,7 @@ class TrainDisplay:
                 line = "  ".join(text for _, text in parts if text)
                 self._task_bar("", "steps").show(lambda width: self.draw_step(event, width), line)
             case events.EvalEvent():
-                self.held_out = f"held-out {event.val_loss:.3f}" + (" (best)" if event.best else "")
+                self.held_out = f"held-out {event.val_loss:.3f}{accuracy(event)}" + (" (best)" if event.best else "")
             case events.SampleEvent() if self.step == event.step < self.plan.steps:  # The result has the last one.
                 self.console.print(Text(f"step {event.step:,}  {self.held_out}", "cyan"))
                 self.console.print(sample_text(event.prompt, event.text))
@@ -206,7 +211,7 @@ class TrainDisplay:
         return [
             (3, self.plan.phase),
             (3, f"step {event.step:,}{total}"),
-            (1, f"loss {event.loss:.3f}"),
+            (1, f"loss {event.loss:.3f}{accuracy(event)}"),
             (2, self.held_out),
             (6, f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}"),
             (0, f"{format_seconds(seconds_left)} left"),

@@ -62,9 +62,13 @@ def _charts(data: dict[str, Any]) -> Iterator[Chart]:
         points = [[(x / seconds, y) for x, y in _losses(data, run["evals"], "val_loss", "seconds")] for run in runs]
         series = [Series(run["name"], points[index], index) for index, run in enumerate(runs)]
         yield _title(data, "held-out loss"), time, series, 13, True
-    for title, key in (
-        ("learning rate", "lr"), ("gradient norm", "grad_norm"), ("tokens per second", "tokens_per_second"),
-    ):  # fmt: skip
+    titles = {
+        "accuracy": "accuracy", "margin": "margin of rewards", "lr": "learning rate", "grad_norm": "gradient norm",
+        "tokens_per_second": "tokens per second",
+    }  # fmt: skip
+    for key, title in titles.items():
+        if not all(key in run["steps"] for run in runs):
+            continue
         names = [run["name"] if len(runs) > 1 else "" for run in runs]
         series = [Series(names[i], _points(run["steps"], key), 2 * i) for i, run in enumerate(runs)]
         yield title, "steps", series, 7, key == "grad_norm"

@@ -1,7 +1,8 @@
-"""Fine-tuning examples: prompt-completion pairs or conversations, read from JSON, Parquet or tables."""
+"""Fine-tuning examples: prompt-completion pairs, conversations or preferences, from JSON, Parquet or tables."""
 
 import glob
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -68,6 +69,11 @@ class Example:
     def identity(self) -> str:
         """The contents as JSON, without the source location."""
         return json.dumps(self.texts)
+
+    @property
+    def group(self) -> str:
+        """A key that examples share if they must be on the same side of the split, or "" if there are none."""
+        return ""
 
 
 @dataclass(frozen=True)
@@ -150,21 +156,60 @@ class Conversation(Example):
         return json.dumps([*messages, *self.context, *([self.variables] if self.variables else [])])
 
 
+@dataclass(frozen=True)
+class Preference(Example):
+    """A prompt with a better and a worse continuation: texts, or lists of messages. ``where`` is the file and line.
+    ``variables`` are the record's ``chat_template_kwargs``."""
+
+    option = "--preferences"
+    singular, plural = "preference", "preferences"
+    content = "prompts with a chosen and a rejected answer"
+    form = '{"prompt": …, "chosen": …, "rejected": …}'
+    records = RecordForm(
+        ("prompt", "chosen", "rejected"),
+        lambda record, where: _parse_preference(record, where),
+        '--preferences reads records {"prompt": …, "chosen": …, "rejected": …}, each a text or a list of messages',
+        strings=False,
+        alternatives=(("chosen", "rejected"),),
+        optional=("chat_template_kwargs", *(key for key in _REFUSED if key not in ("chosen", "rejected"))),
+    )
+
+    prompt: Any
+    chosen: Any
+    rejected: Any
+    where: str
+    variables: dict[str, Any] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The prompt and both answers, each as one text."""
+        parts = (self.prompt, self.chosen, self.rejected)
+        return [part if isinstance(part, str) else "\n".join(each["content"] for each in part) for part in parts]
+
+    @property
+    def identity(self) -> str:
+        """The prompt, both answers and the variables as JSON."""
+        return json.dumps([self.prompt, self.chosen, self.rejected, self.variables])
+
+    @property
+    def group(self) -> str:
+        """The prompt."""
+        return json.dumps([self.prompt, self.variables])
+
+
 def _parse_pair(record: dict[str, Any], where: Callable[[], str]) -> Pair:
     prompt, completion = (get_string(record, key, Pair.records.hint, null=False) for key in Pair.records.keys)
-    _check_supported(record)
+    _check_supported(record, Pair.records)
     return Pair(prompt, completion, where(), _unused_keys(record, Pair.records))
 
 
 def _parse_conversation(record: dict[str, Any], where: Callable[[], str]) -> Conversation:
     form = Conversation.records
     messages, prompt_length = _read_messages(record)
-    variables = parse_column(record.get("chat_template_kwargs")) or {}
     for item in [record, *messages]:
-        _check_supported(item)
-    if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
-        problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
-        raise BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
+        _check_supported(item, form)
+    variables = _read_variables(record)
     turns = [_parse_message(item) for item in messages]
     answers = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
     context = [i for i in answers if i < prompt_length or not _is_trained_on(messages[i])]
@@ -177,6 +222,57 @@ def _parse_conversation(record: dict[str, Any], where: Callable[[], str]) -> Con
     return Conversation(turns, where(), context, variables, _unused_keys(record, form))
 
 
+def _parse_preference(record: dict[str, Any], where: Callable[[], str]) -> Preference:
+    form, variables = Preference.records, _read_variables(record)
+    _check_supported(record, form)
+    names = [name for name in form.columns(record) if name in form.keys]
+    for name in names:
+        if name not in record:
+            get_string(record, name, form.hint)  # Raises.
+    values: list[Any] = [_find_objects(record[name]) or record[name] for name in names]
+    if all(isinstance(value, list) and all(isinstance(item, dict) for item in value) for value in values):
+        for item in itertools.chain(*values):
+            _check_supported(item, form)
+        values = [[_parse_message(item) for item in value] for value in values]
+    elif not all(isinstance(value, str) for value in values):
+        problem = f"{', '.join(json.dumps(name) for name in names)} are not all texts or all lists of messages"
+        raise BadRecord(problem, 'give each in the same form; "prompt" can be left out if both answers begin with it')
+    prompt, chosen, rejected = values if len(values) == 3 else _extract_prompt(*values)
+    is_empty = isinstance(prompt, list) and not (prompt and chosen and rejected)
+    if chosen == rejected or is_empty or (len(values) == 2 and not prompt):
+        problem = '"chosen" and "rejected" are equal' if chosen == rejected else "it has no prompt, or no answer to it"
+        raise BadRecord(f"{problem}: there is nothing to learn", form.hint)
+    return Preference(prompt, chosen, rejected, where(), variables, _unused_keys(record, form))
+
+
+def _extract_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """Returns the common beginning of two texts or lists of messages, and what follows it in each."""
+    start = count_common(chosen, rejected)
+    if start and chosen[start - 1] == " ":  # A tokenizer joins a space to the word after it.
+        start -= 1
+    return chosen[:start], chosen[start:], rejected[start:]
+
+
+def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """Returns the length of the common beginning of two sequences."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _find_objects(value: Any) -> list[Any] | None:
+    """Returns a column that is a list of objects, or None."""
+    parsed = parse_column(value)
+    return parsed if isinstance(parsed, list) and all(isinstance(item, dict) for item in parsed) else None
+
+
+def _read_variables(record: dict[str, Any]) -> dict[str, Any]:
+    variables = parse_column(record.get("chat_template_kwargs")) or {}
+    if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
+        problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
+        raise BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
+    return variables
+
+
 def _read_messages(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     """Returns the messages of a record of any format, and how many of them are only context."""
     key, hint = Conversation.records.columns(record)[0], Conversation.records.hint
@@ -187,8 +283,8 @@ def _read_messages(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
         return [{"role": "user", "content": request}, {"role": "assistant", "content": answer}], 0
     messages: list[dict[str, Any]] = []
     for name in ("prompt", "completion") if key == "prompt" else (key,):
-        prompt_length, more = len(messages), parse_column(record.get(name))
-        if not isinstance(more, list) or not all(isinstance(item, dict) for item in more):
+        prompt_length, more = len(messages), _find_objects(record.get(name))
+        if more is None:
             raise BadRecord(f'it has no list of objects "{name}"', option_hint(record, hint))
         messages += more
     return messages, prompt_length
@@ -224,9 +320,9 @@ def _is_trained_on(message: dict[str, Any]) -> bool:
     return all(bool(value) != (key == "masked") for key, value in flags.items())
 
 
-def _check_supported(values: dict[str, Any]) -> None:
+def _check_supported(values: dict[str, Any], form: RecordForm[Any]) -> None:
     """Raises `BadRecord` if a record or message has something that cannot be trained on."""
-    used = [key for key in _REFUSED if str(parse_column(values.get(key)) or "").strip()]
+    used = [key for key in form.optional if key in _REFUSED and str(parse_column(values.get(key)) or "").strip()]
     roles = {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}
     if not {*_TOOL_KEYS}.isdisjoint(used) or not roles.isdisjoint(_TOOL_ROLES):
         raise BadRecord(
@@ -234,7 +330,8 @@ def _check_supported(values: dict[str, Any]) -> None:
             f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
         )
     if used:
-        raise BadRecord(f'"{used[0]}" is not supported', "remove it, or use --skip-bad to skip such records")
+        hint = option_hint(values, "remove it, or use --skip-bad to skip such records")
+        raise BadRecord(f'"{used[0]}" is not supported', hint)
 
 
 def _unused_keys(record: dict[str, Any], form: RecordForm[Any]) -> list[str]:
@@ -242,7 +339,7 @@ def _unused_keys(record: dict[str, Any], form: RecordForm[Any]) -> list[str]:
     return [key[:40] for key, value in record.items() if value is not None and key not in known]
 
 
-KINDS: tuple[type[Example], ...] = (Conversation, Pair)
+KINDS: tuple[type[Example], ...] = (Conversation, Pair, Preference)
 
 
 class _AnyKind(RecordForm[tuple[type[Example] | None, bool]]):
@@ -254,14 +351,15 @@ def _find_kind(record: dict[str, Any]) -> tuple[type[Example] | None, bool]:
     """Returns the kind of example that a record is, and whether it has no other keys than that kind needs."""
     for kind in KINDS:
         columns = {*kind.records.columns(record)}
-        if columns <= record.keys() and (kind is Pair or "prompt" not in columns or _has_messages(record["prompt"])):
+        has_texts = kind is Conversation and "prompt" in columns and not _has_messages(record["prompt"])
+        if columns <= record.keys() and not has_texts:
             return kind, columns - {*kind.records.optional} == record.keys()
     return None, False
 
 
 def _has_messages(value: Any) -> bool:
-    messages = parse_column(value)
-    return isinstance(messages, list) and all(isinstance(item, dict) and "role" in item for item in messages)
+    messages = _find_objects(value)
+    return messages is not None and all("role" in item for item in messages)
 
 
 _ANY_KIND = _AnyKind((), lambda record, where: _find_kind(record), "", strings=False)
@@ -295,7 +393,7 @@ def _is_on_disk(text: str) -> bool:
 
 
 def read_all_examples(texts: Sequence[str], config: ReadConfig, note: OnNote) -> "ExampleCorpus[Any] | None":
-    """Reads pairs or conversations, holding out nothing. Returns None if no record has their keys. Raises `UserError`
+    """Reads examples, holding out nothing. Returns None if no record has their keys. Raises `UserError`
     for records that cannot be read."""
     reader = Reader(replace(config, skip_bad=True))
     for source in sources.find(texts):
@@ -360,22 +458,27 @@ def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[
 
 
 def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], list[E]]:
-    """Returns training and held-out examples. Holds out the last ``fraction``, at least one example unless ``fraction``
-    is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of the seed and the example decides instead, so adding
-    examples does not move others. Raises `UserError` if no example is left for training."""
+    """Returns training and held-out examples, keeping groups together. Holds out the last ``fraction``, at least one
+    example unless ``fraction`` is 0. With `MIN_HASHED_DOCUMENTS` examples or more, a hash of the seed and the example
+    decides instead, so adding examples does not move others. Raises `UserError` if no example is left for training."""
     if fraction == 0:
         return list(examples), []
-    if len(examples) < MIN_HASHED_DOCUMENTS:
-        train_count = len(examples) - max(1, round(len(examples) * fraction))
-        train, held_out = list(examples[:train_count]), list(examples[train_count:])
-    else:
-        hashes = [hash_fraction(example.identity, seed) for example in examples]
-        threshold = min(max(fraction, min(hashes) * 1.0000001), max(hashes))
-        train = [example for example, value in zip(examples, hashes, strict=True) if value >= threshold]
-        held_out = [example for example, value in zip(examples, hashes, strict=True) if value < threshold]
+    is_hashed = len(examples) >= MIN_HASHED_DOCUMENTS
+    keys = [each.group or (each.identity if is_hashed else str(index)) for index, each in enumerate(examples)]
+    groups = [*dict.fromkeys(keys)]
+    held_out_groups = {*groups[-max(1, round(len(groups) * fraction)) :]}
+    if is_hashed:
+        hashes = {key: hash_fraction(key, seed) for key in groups}
+        threshold = min(max(fraction, min(hashes.values()) * 1.0000001), max(hashes.values()))
+        held_out_groups = {key for key, value in hashes.items() if value < threshold}
+    train, held_out = (
+        [each for each, key in zip(examples, keys, strict=True) if (key in held_out_groups) == is_held_out]
+        for is_held_out in (False, True)
+    )
     if not train or not held_out:
         problem = f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}"
-        if len(examples) >= MIN_HASHED_DOCUMENTS:
-            problem = f"all {len(examples):,} {examples[0].plural} are equal, so none can be held out"
+        if len(groups) == 1 < len(examples):
+            what = "have the same prompt" if isinstance(examples[0], Preference) else "are equal"
+            problem = f"all {len(examples):,} {examples[0].plural} {what}, so none can be held out"
         raise UserError(problem, "give others, or use --val-fraction 0 to hold out nothing")
     return train, held_out

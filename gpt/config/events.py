@@ -24,9 +24,21 @@ class Event:
         cls.kind = cls.__name__.removesuffix("Event").lower()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Rewards:
+    """Means over preferences; None for other data. An answer's reward is β · log(p / p₀), where p₀ is its probability
+    under the model before training. The margin is the chosen answer's reward minus the rejected one's, and the accuracy
+    the share of positive margins."""
+
+    accuracy: float | None = None
+    margin: float | None = None
+    chosen_reward: float | None = None
+    rejected_reward: float | None = None
+
+
 @dataclass(frozen=True)
-class StepEvent(Event):
-    """An optimizer step. ``loss`` is in nats per token, ``grad_norm`` is the norm before clipping, and
+class StepEvent(Rewards, Event):
+    """An optimizer step. ``loss`` is in nats per token or preference, ``grad_norm`` is the norm before clipping, and
     ``tokens_per_second`` excludes evaluations. ``mfu`` (`gpt.training.logs.Speed`) is null if unknown."""
 
     loss: float
@@ -37,8 +49,8 @@ class StepEvent(Event):
 
 
 @dataclass(frozen=True)
-class EvalEvent(Event):
-    """An evaluation on held-out text, in nats per token. ``best`` marks the lowest loss so far."""
+class EvalEvent(Rewards, Event):
+    """An evaluation on held-out text, in nats per token or preference. ``best`` marks the lowest loss so far."""
 
     val_loss: float
     best: bool
@@ -138,12 +150,14 @@ class Plan:
     seconds: float = 0.0  # training time left in a timed run, whose steps are an estimate; 0 for other runs
 
 
+REWARDS = tuple(field.name for field in dataclasses.fields(Rewards))  # left out of JSON without preferences
 _LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite
 
 
 def to_json(event: Event) -> str:
     """Returns a line of ``metrics.jsonl``. Losses that are not finite become null, because JSON has no NaN."""
-    return as_json({"event": event.kind, **dataclasses.asdict(event)})
+    values = {key: value for key, value in vars(event).items() if value is not None or key not in REWARDS}
+    return as_json({"event": event.kind, **values})
 
 
 def from_json(line: str | bytes) -> Event:

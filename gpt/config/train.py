@@ -87,6 +87,12 @@ class TrainConfig(TextConfig):
     teacher_weight: float = _tune(0.8, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
+    preferences: bool = _tune(
+        False, 'With --init: TEXT has {"prompt", "chosen", "rejected"} records; learn to prefer the chosen ones (DPO)'
+    )
+    beta: float | None = _tune(
+        None, "With --preferences: how closely to stay to the model before training", shown="0.1", low=0, high=1000
+    )
     lora_rank: int | None = _tune(
         None, "With --init: train LoRA adapters of rank N instead of all weights", shown="off", level="basic", low=1,
         high=2**20,
@@ -118,7 +124,8 @@ class TrainConfig(TextConfig):
     )  # fmt: skip
     lr: float | None = _optim(
         None, "Peak learning rate",
-        shown="from the preset; with --init half (AdamW: a fifth), with --lora-rank twice that", low=0,
+        shown="from the preset; with --init half (AdamW: a fifth), with --lora-rank twice that; with --preferences "
+        "a twentieth of these", low=0,
     )  # fmt: skip
     warmup: int | None = _optim(None, "Steps of linear warmup", shown="5% of the steps, at most 2,000", low=0)
     warmup_tokens: int | None = _optim(
@@ -140,7 +147,7 @@ class TrainConfig(TextConfig):
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)
     patience: int | None = _log(
         None, "Stop after N evaluations without improvement; 0: never",
-        shown="with --pairs or --chat, a quarter of the run; else 0", low=0,
+        shown="with --pairs, --chat or --preferences, a quarter of the run; else 0", low=0,
     )  # fmt: skip
     save_every: int | None = _log(
         None, "Steps between checkpoints; the best one is always saved", shown="same as --eval-every", low=1
@@ -177,17 +184,36 @@ class TrainConfig(TextConfig):
                 raise UserError(f"{names} both {purpose}", "give one of them")
         if self.arch == "modern" and self.positions not in (None, "rotary"):
             raise UserError(f"--positions {self.positions} contradicts --arch modern", "it uses rotary positions")
-        if self.pairs and self.chat:
-            raise UserError("--pairs and --chat cannot be combined", "give one of them")
-        if self.has_examples and self.batch_ramp is not None:
-            option = "--chat" if self.chat else "--pairs"
-            raise UserError(f"--batch-ramp cannot be combined with {option}", "leave one of them out")
+        self._check_examples()
         self._check_adapters()
 
     @property
     def has_examples(self) -> bool:
-        """Whether TEXT contains pairs or conversations instead of running text."""
-        return self.pairs or self.chat
+        """Whether TEXT contains pairs, conversations or preferences instead of running text."""
+        return bool(self._example_options)
+
+    @property
+    def _example_options(self) -> list[str]:
+        return [f"--{name}" for name in ("pairs", "chat", "preferences") if getattr(self, name)]
+
+    def _check_examples(self) -> None:
+        options = self._example_options
+        others = {"batch_ramp": self.batch_ramp is not None}
+        if self.preferences:
+            others |= {
+                "teacher": bool(self.teacher),
+                "teachers": bool(self.teachers),
+                "compile on": self.compile == "on",
+            }
+        options += [f"--{name.replace('_', '-')}" for name, is_given in others.items() if options and is_given]
+        if len(options) > 1:
+            raise UserError(f"{options[-1]} cannot be combined with {options[0]}", "leave one of them out")
+        if self.preferences and self.init is None:
+            raise UserError("--preferences needs --init", "it trains the model that answers prompts: --init MODEL")
+        if self.beta is not None and not self.preferences:
+            raise UserError("--beta needs --preferences", "leave it out")
+        if self.beta == 0:
+            raise UserError("beta is 0; it must be more than 0", "a common value is 0.1")
 
     def _check_adapters(self) -> None:
         if self.lora_rank is not None and self.init is None:

@@ -441,6 +441,8 @@ def option_hint(available: Collection[str], hint: str) -> str:
         return "--chat reads records with messages"
     if {"instruction", "output"} <= {*available}:
         return "--chat reads records with instruction, input and output"
+    if {"chosen", "rejected"} <= {*available}:
+        return "--preferences reads records with chosen and rejected"
     return "--pairs reads records with prompt and completion" if {"prompt", "completion"} <= {*available} else hint
 
 

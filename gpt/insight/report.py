@@ -194,7 +194,16 @@ class Report:
         steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
         if not self.is_run:
             evals = [{**evaluation, "tokens": None} for evaluation in evals]
-        return _columns(average_rows(steps, max_rows), STEP_KEYS), _columns(evals, EVAL_KEYS)
+        rewards = events.REWARDS if self.has_rewards else ()
+        return (
+            _columns(average_rows(steps, max_rows), (*STEP_KEYS, *rewards)),
+            _columns(evals, (*EVAL_KEYS, *rewards)),
+        )
+
+    @property
+    def has_rewards(self) -> bool:
+        """Whether the run trained on preferences."""
+        return any(event.accuracy is not None for event in [*self.history.steps[-1:], *self.history.evals[-1:]])
 
 
 def average_rows(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:
@@ -204,7 +213,7 @@ def average_rows(steps: Sequence[events.StepEvent], max_rows: int | None) -> lis
     rows = []
     for start in range(0, len(steps), max(1, size)):
         group = [vars(step) for step in steps[start : start + size]]
-        means = {key: _mean([row.get(key) for row in group]) for key in STEP_KEYS[3:]}
+        means = {key: _mean([row.get(key) for row in group]) for key in (*STEP_KEYS[3:], *events.REWARDS)}
         rows.append({key: group[-1][key] for key in STEP_KEYS[:3]} | means)
     return rows
 

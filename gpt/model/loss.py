@@ -1,5 +1,6 @@
 """Cross-entropy loss, in nats and in bits per byte."""
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,13 @@ FLOAT16_SCALE = 2**-4  # Keeps sums of float16 logit gradients over all position
 
 
 def tied_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0, teacher_weight: float = 0.0, *teachers: Tensor
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    chunk: int = 0,
+    teacher_weight: float = 0.0,
+    *teachers: Tensor,
+    factors: Tensor | None = None,
 ) -> Tensor:
     """Returns the sum of -log p(target), in nats, over targets (B, T) that are not `IGNORED`. The logits are x Wᵀ for
     the residual stream x, (B, T, C), and the unembedding W, (V, C).
@@ -26,13 +33,21 @@ def tied_cross_entropy(
 
     ``teachers`` are a residual stream and an unembedding for each teacher, or the one tensor of `encode_probabilities`.
     They change only the gradient, to that of (1 − a) · cross-entropy + a · cross-entropy with the mean of the teachers'
-    probabilities, where a is ``teacher_weight`` (Hinton et al. 2015, arXiv 1503.02531).
+    probabilities, where a is ``teacher_weight`` (Hinton et al. 2015, arXiv 1503.02531). ``factors``, (B, T), multiply
+    the gradient of each target, and don't change the loss.
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
     chunk = positions_at_once(targets.numel(), len(weight), chunk, device_type, not weight.requires_grad)
     loss: Tensor = _CrossEntropy.apply(
-        x.flatten(0, 1), weight, targets.flatten(), columns, chunk, teacher_weight, *teachers
+        x.flatten(0, 1),
+        weight,
+        targets.flatten(),
+        columns,
+        chunk,
+        teacher_weight,
+        None if factors is None else factors.flatten(),
+        *teachers,
     )  # type: ignore[no-untyped-call]
     return loss
 
@@ -51,6 +66,7 @@ class _CrossEntropy(torch.autograd.Function):
         columns: int,
         chunk: int,
         teacher_weight: float,
+        factors: Tensor | None,
         *teachers: Tensor,
     ) -> Tensor:
         device_type, vocab_size = x.device.type, len(weight)
@@ -66,8 +82,11 @@ class _CrossEntropy(torch.autograd.Function):
         ctx.n_teacher_tensors, tables = len(teachers), [each[:vocab_size].to(dtype) for each in teachers[1::2]]
         streams = [torch.split(each.flatten(0, 1).to(dtype if tables else each.dtype), chunk) for each in teachers[::2]]
         total, grad_chunks, grad_table = x.new_zeros((), dtype=wide_dtype), [], None
-        chunks = zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), strict=True)
-        for index, (x_chunk, target_chunk) in enumerate(chunks):
+        scales: Any = itertools.repeat(ctx.grad_scale)
+        if factors is not None:
+            scales = torch.split(factors[:, None] * ctx.grad_scale, chunk)
+        chunks = zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), scales, strict=False)
+        for index, (x_chunk, target_chunk, scale) in enumerate(chunks):
             is_counted, target_chunk = (target_chunk != IGNORED)[:, None], target_chunk.clamp(min=0)[:, None]
             pull = None
             if teachers:
@@ -75,12 +94,12 @@ class _CrossEntropy(torch.autograd.Function):
                 pull = _pull_of_teachers(states, tables, target_chunk, teacher_weight, vocab_size)
             if kernels.is_compiling():
                 logits, target_log_p = _compute_gradient(
-                    x_chunk @ table.t(), target_chunk, is_counted * ctx.grad_scale, vocab_size, pull
+                    x_chunk @ table.t(), target_chunk, is_counted * scale, vocab_size, pull
                 )
             else:
                 logits = torch.mm(x_chunk, table.t(), out=logits_buffer[: len(x_chunk)])
                 target_log_p = _overwrite_with_gradient(
-                    logits, scratch[: len(x_chunk)], target_chunk, is_counted * ctx.grad_scale, pull
+                    logits, scratch[: len(x_chunk)], target_chunk, is_counted * scale, pull
                 )
             total = total - target_log_p.masked_fill(~is_counted, 0).sum()
             grad_chunks.append(logits @ table)
@@ -96,7 +115,7 @@ class _CrossEntropy(torch.autograd.Function):
         scale, (grad_x, grad_table) = grads[0] / ctx.grad_scale, ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         grad_weight = None if grad_table is None else grad_table.to(weight_dtype) * scale
-        return grad_x.to(x_dtype) * scale, grad_weight, *[None] * (4 + ctx.n_teacher_tensors)
+        return grad_x.to(x_dtype) * scale, grad_weight, *[None] * (5 + ctx.n_teacher_tensors)
 
 
 def _pull_of_teachers(
@@ -163,6 +182,23 @@ def _compute_gradient(
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Returns -log p(target) in nats, (N), for logits (N, V), and 0 for `IGNORED` targets."""
     return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED, reduction="none")
+
+
+@torch.no_grad()
+def chunked_losses(x: Tensor, weight: Tensor, targets: Tensor, chunk: int = 0) -> Tensor:
+    """Returns `token_losses`, (N), of the residual stream x, (N, C), and the unembedding W, (V, C). Computes logits for
+    ``chunk`` positions at a time, as `tied_cross_entropy` does."""
+    chunk = positions_at_once(len(targets), len(weight), chunk, x.device.type, frozen=True)
+    parts = zip(torch.split(x, chunk), torch.split(targets, chunk), strict=True)
+    return torch.cat([token_losses(part @ weight.t(), ids) for part, ids in parts])
+
+
+def score_preferences(rewards: Tensor) -> Tensor:
+    """Returns sums over pairs, given the rewards of their answers, (N, 2): the loss -log σ(margin) in nats, the pairs
+    whose chosen answer has the higher reward, margins, and both rewards (Rafailov et al. 2023, arXiv 2305.18290)."""
+    chosen, rejected = rewards.unbind(-1)
+    margins = chosen - rejected
+    return torch.stack([-F.logsigmoid(margins), (margins > 0).to(margins.dtype), margins, chosen, rejected]).sum(-1)
 
 
 def bits_per_byte(nats: float, n_bytes: int) -> float:

@@ -38,7 +38,8 @@ MUON_GATHERED = 5.5  # Copies of the matrices that a rank updates, if it gathers
 class Setup:
     """A training step's dtype, optimizer, micro-batch and parallelism."""
 
-    micro_batch: int = 1  # sequences per rank
+    micro_batch: int = 1  # rows per rank
+    sides: int = 1  # sequences per row: 2 for preferences
     accumulates: bool = False  # whether a step has several micro-batches
     dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -111,7 +112,7 @@ class StepMemory:
 def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     """Counts a rank's bytes in any training step after the first, which creates the optimizer state."""
     rank_counts = counts(config)
-    positions = setup.micro_batch * config.block_size
+    positions = setup.sides * setup.micro_batch * config.block_size
     trained = FLOAT * (sum(map(math.prod, setup.adapters)) or sum(rank_counts.values()))
     gradients = -(-trained // setup.shard_ranks)
     parameters = gradients + setup.weight_width * sum(rank_counts.values()) * bool(setup.adapters)
@@ -172,7 +173,7 @@ def count_saved_bytes(config: GPTConfig, setup: Setup) -> int:
     C, T = config.n_embd, config.block_size
     per_block = setup.stream * C if setup.recompute else block(config, setup)
     outside = (setup.norm + _dropout_bytes(config, setup, FLOAT)) * C
-    saved = setup.micro_batch * T * (config.n_layer * per_block + outside)
+    saved = setup.sides * setup.micro_batch * T * (config.n_layer * per_block + outside)
     if setup.recompute:
         return saved
     # All sequences share the narrower copies of RoPE cosines and sines, and the masks of fused sliding-window
@@ -247,7 +248,7 @@ def loss_bytes(config: GPTConfig, setup: Setup) -> int:
     logits, float32 softmax, the unembedding in the dtype of products, and its gradient (two float32 tensors if there
     are several chunks; none if it is frozen)."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
-    n, positions = logits_at_once(config, setup), setup.micro_batch * config.block_size
+    n, positions = logits_at_once(config, setup), setup.sides * setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
     narrows = s * (setup.weight_width != s)
     copy = narrows if columns == V else s
@@ -260,7 +261,7 @@ def loss_bytes(config: GPTConfig, setup: Setup) -> int:
 
 def logits_at_once(config: GPTConfig, setup: Setup) -> int:
     """Positions per chunk of logits."""
-    positions = setup.micro_batch * config.block_size
+    positions = setup.sides * setup.micro_batch * config.block_size
     return positions_at_once(positions, config.vocab_size, setup.loss_chunk, setup.device, bool(setup.adapters))
 
 

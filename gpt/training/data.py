@@ -1,4 +1,4 @@
-"""The data of a run: text tokenized by the run or by `gpt tokenize`, prompt-completion pairs, or conversations."""
+"""The data of a run: text tokenized by the run or by `gpt tokenize`, or examples: pairs, conversations, preferences."""
 
 import shlex
 from collections.abc import Callable, Iterator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt.chat import chat
-from gpt.chat.examples import Conversation, Example, Pair, find_copies, read_examples
+from gpt.chat.examples import KINDS, Conversation, Example, Pair, Preference, find_copies, read_examples
 from gpt.config.model import GPTConfig, find_preset
 from gpt.config.text import TextConfig
 from gpt.config.train import TrainConfig
@@ -29,10 +29,13 @@ from gpt.system.errors import UserError
 from gpt.system.files import file_sha256
 from gpt.system.words import counted
 from gpt.tokenizers.tokenizer import Tokenizer
-from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEncoder, RowBatches
+from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEncoder, PreferenceEncoder, RowBatches
 from gpt.training.recipe import Recipe, example_context, preset_name
 
 BatchSource = Batches | RowBatches
+ENCODERS: dict[type[Example], type[Encoder[Any]]] = {
+    Conversation: ChatEncoder, Pair: PairEncoder, Preference: PreferenceEncoder,
+}  # fmt: skip
 
 # A model of fewer documents has rarely seen the start of one, so its samples begin with words of the held-out text.
 MIN_DOCUMENTS = 100
@@ -55,8 +58,9 @@ class Dataset:
     sample_windows: Callable[[int, int], list[Window]]  # (block_size, count) → at most count windows, spread evenly
     prompt_ids: list[int]  # prompt of the samples during training
     prompt: str = ""  # text of ``prompt_ids``; "" starts a document
-    rows: int = 0  # rows of training examples; 0 for text
+    rows: int = 0  # rows of training examples, or preferences; 0 for text
     pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out pairs
+    preferences: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out preferences
     chat: bool = False  # whether the examples are conversations
     measure_yardsticks: Callable[[], Yardsticks | None] = lambda: None  # of the held-out text; None for examples
 
@@ -167,10 +171,10 @@ def open_examples(
     start: GPTConfig | None = None,
     block_size: int | None = None,
 ) -> Dataset:
-    """Reads and encodes pairs or conversations. ``tokenizer`` and ``start`` are the base model's tokenizer and shape;
+    """Reads and encodes examples. ``tokenizer`` and ``start`` are the base model's tokenizer and shape;
     without a tokenizer, ``--tokenizer`` decides. ``block_size`` is the context of a resumed run. Raises `UserError` if
     no training examples remain."""
-    kind: type[Example] = Conversation if config.chat else Pair
+    kind = find_kind(config)
     for text in filter(is_token_folder, texts):
         raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
     for name in ("field", "split_on"):
@@ -179,9 +183,7 @@ def open_examples(
     corpus = read_examples(texts, config, kind, note)
     n_bytes = sum(source["bytes"] for source in corpus.sources)
     block_size = block_size or example_context(config, n_bytes, device, start)
-    encoder: Encoder[Any] = (ChatEncoder if config.chat else PairEncoder)(
-        tokenizer or _train_tokenizer(corpus.train, config, device), block_size, config.skip_bad
-    )
+    encoder = ENCODERS[kind](tokenizer or _train_tokenizer(corpus.train, config, device), block_size, config.skip_bad)
     train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
     note(f"{', '.join(texts)}: {train.examples:,} {kind.plural} to train on, {held_out.examples:,} held out")
     if corpus.skipped:
@@ -202,7 +204,8 @@ def open_examples(
     )
     if not train:
         raise UserError(f"there are no {kind.plural} to train on", "give others, or a larger --block-size")
-    prompt, prompt_ids = encoder.prompt((corpus.held_out or corpus.train)[0])
+    first: Example = (corpus.held_out or corpus.train)[0]
+    prompt, prompt_ids = encoder.prompt(first)
     sizes = n_bytes, train.tokens, held_out.tokens, held_out.bytes, held_out.targets
     return Dataset(
         corpus.name,
@@ -214,10 +217,16 @@ def open_examples(
         sample_windows=lambda block_size, count: held_out.spread(count),
         prompt_ids=prompt_ids,
         prompt=prompt,
-        rows=len(train),
-        pairs=None if config.chat else (train, held_out),
-        chat=config.chat,
+        rows=len(train) // train.sides,
+        pairs=(train, held_out) if config.pairs else None,
+        preferences=(train, held_out) if config.preferences else None,
+        chat=config.chat or (isinstance(first, Preference) and not isinstance(first.prompt, str)),
     )
+
+
+def find_kind(config: TrainConfig) -> type[Example]:
+    """Returns the kind of the examples that a run trains on."""
+    return next(kind for kind in KINDS if getattr(config, kind.option.removeprefix("--")))
 
 
 def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:

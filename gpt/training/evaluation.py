@@ -8,14 +8,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
+
 from gpt.config.device import Compute
+from gpt.config.events import REWARDS, Rewards
 from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.insight import evaluate, report
 from gpt.insight.evaluate import Window
 from gpt.model.decoder import GPT
-from gpt.model.loss import bits_per_byte
+from gpt.model.loss import bits_per_byte, score_preferences
 from gpt.model.params import breakdown
 from gpt.runs import folder
 from gpt.system.errors import NotANumber, UserError
@@ -29,7 +33,7 @@ from gpt.training.state import TrainState
 from gpt.training.strategy import Strategy
 
 T = TypeVar("T")
-Measure = Callable[[GPT, Iterable[Window], Compute], tuple[float, int]]
+Measure = Callable[[GPT, Iterable[Window], Compute], Sequence[float]]
 
 SAMPLE = SampleConfig(max_tokens=80)
 # Tokens in a periodic evaluation: this share of the training tokens, but within these limits.
@@ -41,7 +45,7 @@ MAX_CHECKED_PAIRS = 500  # maximum pairs per split to check for exact answers
 def windows_to_evaluate(recipe: Recipe) -> int:
     """Returns the number of held-out windows in a periodic evaluation."""
     tokens = min(max(EVAL_TOKENS[0], round(EVAL_SHARE * recipe.steps * recipe.batch_tokens)), EVAL_TOKENS[1])
-    return max(1, tokens * recipe.rows // recipe.batch_tokens)
+    return max(1, tokens * recipe.rows * recipe.sides // recipe.batch_tokens)
 
 
 def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: TrainState, speed: Speed) -> Result:
@@ -50,15 +54,18 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.path)))))
     data, stop, budget = run.data, run.session.stop, recipe.budget
     compute = strategy.evaluation_compute
-    strategy.load(path, recipe)
     loss = bits = None
-    count = 0.0
+    count, rewards = 0.0, dict[str, Any]()
+    strategy.load(path, recipe, merge=data.preferences is None)
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
         windows = interleave(data.sample_windows(size, max_windows)) if max_windows else data.windows(size)
-        total, count = _sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
-        loss = total / count if count else math.nan
-        bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
+        precise = run.compute if data.preferences else compute  # Rewards need log-probabilities of the same dtype.
+        loss, count, rewards = measure_held_out(strategy, data, recipe.beta, windows, precise, stop)
+        if not data.preferences:
+            bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
+    if data.preferences:
+        strategy.load(path, recipe)
     max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
     answers = [_check_answers(strategy, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
     sample = sample_lines(run, strategy, compute, recipe.seed)
@@ -82,6 +89,7 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
         answers=answers[0],
         held_out_answers=answers[1],
         chat=data.chat,
+        rewards=Rewards(**rewards) if rewards else None,
         **(_compare(run) if data.held_out_tokens and run.world.is_main else {}),
     )
 
@@ -101,7 +109,7 @@ def _check_answers(
     if not pairs:
         return None
     rows = interleave(pairs.spread(max_pairs))
-    exact, count = _sum_over_ranks(evaluate.count_exact, strategy, rows, compute, stop)
+    exact, count = sum_over_ranks(evaluate.count_exact, strategy, rows, compute, stop)
     return Answers(int(exact), int(count), len(pairs))
 
 
@@ -113,24 +121,57 @@ def interleave(items: Sequence[T]) -> list[T]:
 def mean_loss(strategy: Strategy, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
     """Returns the mean loss over windows, in nats per token. The ranks share the work. After a signal to any rank, all
     raise `Stopped`."""
-    total, count = _sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
+    total, count = sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
     return total / count if count else math.nan
 
 
-def _sum_over_ranks(
-    measure: Measure, strategy: Strategy, windows: Iterable[Window], compute: Compute, stop: StopSignal
-) -> tuple[float, float]:
-    """Sums ``measure`` over all ranks' windows, as far as they get until the deadline of ``stop``. After a signal to
-    any rank, all raise `Stopped`."""
-    total, count, stopped = 0.0, 0, False
+def measure_held_out(
+    strategy: Strategy, data: Dataset, beta: float, windows: Iterable[Window], compute: Compute, stop: StopSignal
+) -> tuple[float, float, dict[str, Any]]:
+    """Returns the mean loss over held-out windows, the number of tokens or preferences in it, and the mean rewards of
+    preferences. Raises `Stopped` like `mean_loss`."""
+    if data.preferences is None:
+        total, count = sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
+        return total / count if count else math.nan, count, {}
+    rows = data.preferences[1]
+    log_p = sum_log_probs(strategy, len(rows), windows, compute, stop)
+    rewards = beta * (log_p - torch.from_numpy(rows.reference))
+    measured = rewards[rewards.isfinite().all(-1)]
+    loss, *means = (score_preferences(measured) / max(1, len(measured))).tolist()
+    return loss, len(measured), dict(zip(REWARDS, means, strict=True))
+
+
+def sum_log_probs(
+    strategy: Strategy, rows: int, windows: Iterable[Window], compute: Compute, stop: StopSignal
+) -> torch.Tensor:
+    """Returns the sum of log p(target) of each of ``rows`` sequences, as pairs (rows / 2, 2). It is NaN if no window of
+    the sequence was measured. Raises `Stopped` like `mean_loss`."""
+
+    def measure(model: GPT, windows: Iterable[Window], compute: Compute) -> list[float]:
+        sums = np.zeros((2, rows))
+        for window, losses in evaluate.score_windows(model, windows, compute):
+            sums[:, window.document] += -losses.sum(), len(losses) > 0
+        return sums.ravel().tolist()
+
+    sums = torch.tensor(sum_over_ranks(measure, strategy, windows, compute, stop, 2 * rows)).view(2, -1, 2)
+    return sums[0] / sums[1]
+
+
+def sum_over_ranks(
+    measure: Measure, strategy: Strategy, windows: Iterable[Window], compute: Compute, stop: StopSignal, size: int = 2
+) -> tuple[float, ...]:
+    """Sums ``measure``, which returns ``size`` numbers, over all ranks' windows, as far as they get until the deadline
+    of ``stop``. After a signal to any rank, all raise `Stopped`."""
+    values: Sequence[float] = (0.0,) * size
+    stopped = False
     try:
-        total, count = measure(strategy.model, strategy.until_stopped(stop, strategy.windows(windows)), compute)
+        values = measure(strategy.model, strategy.until_stopped(stop, strategy.windows(windows)), compute)
     except Stopped:
         stopped = True
-    total, total_count, stopped_ranks = strategy.world.all_reduce_sum(total, count, stopped)
+    *sums, stopped_ranks = strategy.world.all_reduce_sum(*values, stopped)
     if stopped_ranks:
         raise Stopped
-    return total, total_count
+    return tuple(sums)
 
 
 def sample_lines(run: RunContext, strategy: Strategy, compute: Compute, seed: int) -> str:

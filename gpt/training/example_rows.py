@@ -1,19 +1,20 @@
-"""Encodes examples as batch rows: prompt-completion pairs and conversations. Only answers are targets.
+"""Encodes examples as batch rows: prompt-completion pairs, conversations and preferences. Only answers are targets.
 
 A pair is encoded as prompt, completion and end-of-text. The prompt is encoded separately, as for sampling
-(`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.chat.chat`).
+(`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.chat.chat`). A preference is two
+sequences, encoded like TRL's.
 """
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from gpt.chat import chat
-from gpt.chat.examples import Conversation, Example, Pair
+from gpt.chat.examples import Conversation, Example, Pair, Preference, count_common
 from gpt.corpus.batches import Int64s, shuffle_indices
 from gpt.documents.documents import utf8_size
 from gpt.insight.evaluate import Window
@@ -33,9 +34,12 @@ class ExampleRow:
 
 
 class ExampleRows(list[ExampleRow]):
-    """The rows of encoded examples. ``examples`` counts the examples, which can have several rows."""
+    """The rows of encoded examples. ``examples`` counts the examples, which can have several rows. If there are two
+    ``sides``, every two rows are the chosen and the rejected answer of a preference, and ``reference`` has their
+    log-probabilities under the model before training, (pairs, 2)."""
 
-    examples = 0
+    examples, sides = 0, 1
+    reference: npt.NDArray[np.float32] | None = None
 
     @property
     def tokens(self) -> int:
@@ -58,14 +62,15 @@ class ExampleRows(list[ExampleRow]):
         return Window(index, 0, row.ids[:-1], np.where(row.counts[1:], row.ids[1:], IGNORED), 0)
 
     def spread(self, count: int) -> list[Window]:
-        """Returns at most ``count`` windows, spread evenly over all rows."""
-        total = len(self)
-        return [self.window(i * total // min(count, total)) for i in range(min(count, total))]
+        """Returns at most ``count`` windows, spread evenly over all rows. A preference has two windows."""
+        sides, total = self.sides, len(self) // self.sides
+        count = min(-(-count // sides), total)
+        return [self.window(i * total // count * sides + side) for i in range(count) for side in range(sides)]
 
 
 @dataclass(frozen=True)
 class RowBatches:
-    """Batches of ``rows`` examples, determined by seed and step. Each epoch is reshuffled."""
+    """Batches of ``rows`` rows or preferences, determined by seed and step. Each epoch is reshuffled."""
 
     examples: ExampleRows
     rows: int
@@ -76,18 +81,24 @@ class RowBatches:
         """The length of the longest sequence."""
         return max(len(row.ids) for row in self.examples) - 1
 
-    def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[Int64s, Int64s]:
-        """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T). T
-        is the length of the step's longest example. Ids that are not targets are `IGNORED`."""
+    def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[npt.NDArray[Any], ...]:
+        """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T), or
+        of preferences (rows / ranks, 2, T), with the reference's log-probabilities, (rows / ranks, 2). T is the length
+        of the step's longest sequence. Ids that are not targets are `IGNORED`."""
+        examples, sides = self.examples, self.examples.sides
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        indices = shuffle_indices(positions, len(self.examples), self.seed).tolist()
-        windows = [self.examples.window(index) for index in indices]
-        shape = (self.rows // ranks, max(len(window.x) for window in windows))
+        indices = shuffle_indices(positions, len(examples) // sides, self.seed)
+        windows = [examples.window(index * sides + side) for index in indices.tolist() for side in range(sides)]
+        shape = (self.rows // ranks * sides, max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):
             x[row, : len(window.x)] = window.x
             y[row, : len(window.y)] = window.y
-        return x, y
+        if sides == 1:
+            return x, y
+        own = indices[rank * self.rows // ranks : (rank + 1) * self.rows // ranks]
+        reference = np.zeros((len(own), sides), np.float32) if examples.reference is None else examples.reference[own]
+        return x.reshape(-1, sides, shape[1]), y.reshape(-1, sides, shape[1]), reference
 
 
 E = TypeVar("E", bound=Example)
@@ -96,6 +107,8 @@ E = TypeVar("E", bound=Example)
 class Encoder(Generic[E]):
     """Encodes examples for a context of ``block_size`` tokens."""
 
+    sides = 1
+
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         self.tokenizer, self.block_size, self.skip_bad = tokenizer, block_size, skip_bad
         self._unused_keys: Counter[str] = Counter()
@@ -103,6 +116,7 @@ class Encoder(Generic[E]):
     def encode(self, examples: Sequence[E]) -> ExampleRows:
         """Encodes the examples that have targets. Raises `UserError` for an example that cannot be encoded."""
         all_rows = ExampleRows()
+        all_rows.sides = self.sides
         for example in examples:
             self._unused_keys.update(sorted(example.unused_keys(self.tokenizer.chat_template or "")))
             rows = self.rows(example)
@@ -222,3 +236,62 @@ class ChatEncoder(Encoder[Conversation]):
             )
         if self._rejected:
             yield f"{counted(self._rejected, 'conversation')} skipped: rejected by the chat template"
+
+
+class PreferenceEncoder(Encoder[Preference]):
+    """Encodes preferences as TRL does. Targets are all ids after the common beginning of the prompt and the prompt with
+    each answer. A text ends with end-of-text. A sequence longer than the context is truncated."""
+
+    sides = 2
+
+    def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
+        super().__init__(tokenizer, block_size, skip_bad)
+        self._cut = self._skipped = self._rejected = 0
+
+    def rows(self, example: Preference) -> list[ExampleRow]:
+        """Encodes the chosen and the rejected answer. Skips a preference whose prompt fills the context. Raises
+        `UserError` if the chat template rejects it, unless ``skip_bad``."""
+        try:
+            prompt = self.prompt(example)[1]
+            sequences = [self._encode(example, answer) for answer in (example.chosen, example.rejected)]
+        except UserError as error:
+            if isinstance(error, WorkError):
+                raise
+            if not self.skip_bad:
+                raise UserError(f"{example.where}: {error.message}", error.hint) from None
+            self._rejected += 1
+            return []
+        start = min(count_common(prompt, ids) for ids in sequences)
+        max_ids = self.block_size + 1  # The last id is only a target.
+        if start >= min(max_ids, *map(len, sequences)):
+            self._skipped += 1
+            return []
+        self._cut += any(len(ids) > max_ids for ids in sequences)
+        arrays = [np.array(ids[:max_ids], np.int64) for ids in sequences]
+        return [ExampleRow(ids, np.arange(len(ids)) >= start, 0) for ids in arrays]
+
+    def _encode(self, example: Preference, answer: Any) -> list[int]:
+        if isinstance(answer, str):
+            ids = self.tokenizer.prompt(example.prompt + answer)
+            return ids if ids[-1] == self.tokenizer.eot else [*ids, self.tokenizer.eot]
+        text = chat.render(self.tokenizer, example.prompt + answer, answer=False, variables=example.variables)
+        return list(map(int, self.tokenizer.encode(text, specials=True)))
+
+    def prompt(self, example: Preference) -> tuple[str, list[int]]:
+        """Returns the prompt as text, and its ids."""
+        if isinstance(example.prompt, str):
+            return example.prompt, self.tokenizer.prompt(example.prompt)
+        text = chat.render(self.tokenizer, example.prompt, variables=example.variables)
+        return text, self.tokenizer.encode(text, specials=True).tolist()
+
+    def notes(self) -> Iterator[str]:
+        """Yields notes about preferences that were cut or skipped, and about keys without effect."""
+        yield from super().notes()
+        if total := self._cut + self._skipped:
+            yield (
+                f"{counted(total, 'preference is', 'preferences are')} longer than the context of "
+                f"{self.block_size:,} tokens (--block-size): {self._cut:,} cut, and {self._skipped:,} skipped, whose "
+                "answers start too late"
+            )
+        if self._rejected:
+            yield f"{counted(self._rejected, 'preference')} skipped: rejected by the chat template"

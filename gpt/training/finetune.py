@@ -28,6 +28,8 @@ from gpt.tokenizers.tokenizer import Tokenizer
 # customary (benchmarks/defaults.md).
 LR_FACTOR: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
 LORA_LR_FACTOR = 2.0
+PREFERENCE_LR_FACTOR = 0.05  # multiplies both for preferences, whose loss has much steeper gradients
+BETA = 0.1  # default of ``--beta``, as in TRL
 # From this size, AdamW is the default, because a Muon step costs as much as thousands of tokens.
 MIN_ADAMW_PARAMETERS = 100_000_000
 MIN_EPOCHS = 3.0  # default epochs for text; pairs get at least as many

@@ -208,9 +208,9 @@ class Speed:
 
     @classmethod
     def of(cls, model: GPT, recipe: Recipe, compute: Compute, processes: int = 1) -> Self:
-        """Returns the speed of a run on ``processes`` devices. For pairs, assumes the mean length."""
+        """Returns the speed of a run on ``processes`` devices. For examples, assumes the mean length."""
         adapters = sum(p.numel() for p in model.parameters() if p.requires_grad) if recipe.lora_rank else 0
-        flops = flops_per_token(recipe.model, recipe.batch_tokens // recipe.rows, adapters)
+        flops = flops_per_token(recipe.model, recipe.batch_tokens // (recipe.rows * recipe.sides), adapters)
         device = compute.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = peak_flops(name, compute.dtype_name)

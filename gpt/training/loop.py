@@ -21,9 +21,10 @@ from gpt.system.errors import Interrupted, PeerLost, WorkError, device_failure, 
 from gpt.system.interrupt import Stopped
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
-from gpt.training.evaluation import evaluate_best, mean_loss, sample_lines, windows_to_evaluate
+from gpt.training.evaluation import evaluate_best, measure_held_out, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.memory_probe import fit_micro_batch
+from gpt.training.preferences import open_reference
 from gpt.training.schedule import lr_at
 from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
@@ -44,7 +45,7 @@ class PendingStep:
 
     step: int
     lr: float
-    outcome: Download  # loss in nats per token, and gradient norm
+    outcome: Download  # loss in nats per token (with the rewards of preferences), and gradient norm
 
 
 class Diverged(WorkError):
@@ -95,6 +96,8 @@ class Trainer:
         self.fit_memory()
         if recipe.compile:
             self.compile()
+        if self.data.preferences:
+            self.stepper.run_eagerly(lambda: open_reference(run, self.strategy))
         if path is not None and run.saved is not None:
             read_snapshot(path, run.saved, self.strategy).restore(self.strategy, self.stepper.scaler)
             if self.run_recipe.steps > run.saved.recipe.steps:
@@ -223,14 +226,15 @@ class Trainer:
         if pending is None:
             return
         start = time.perf_counter()
-        loss, norm = pending.outcome.read(self.world.synchronize)
+        values, norm = pending.outcome.read(self.world.synchronize)
+        loss, *rewards = values if self.recipe.beta else [values]
         state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
         is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaler.is_enabled())
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
         has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
         state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
-        self.journal.step(pending.step, pending.lr, loss, norm)
+        self.journal.step(pending.step, pending.lr, loss, norm, rewards)
         if state.bad_steps >= MAX_BAD_STEPS:
             raise Diverged(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
 
@@ -284,18 +288,20 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
-        state = self.state
-        measure = partial(mean_loss, self.strategy, self.held_out, self.run.compute, self.session.stop)
-        loss = self.stepper.run_eagerly(measure)
+        state, run = self.state, self.run
+        measure = partial(
+            measure_held_out, self.strategy, self.data, self.recipe.beta, self.held_out, run.compute, self.session.stop
+        )
+        loss, _, rewards = self.stepper.run_eagerly(measure)
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
         is_best = state.best_loss is None or loss < state.best_loss
         state.evals_since_best = 0 if is_best else state.evals_since_best + 1
         state.best_loss = loss if is_best else state.best_loss
         state.measured_step, state.measured_loss = state.step, loss
-        self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best)
-        if state.step == 0 and self.run.init:
-            self.session.note(f"held-out loss of {self.run.init.name} before the first step: {loss:.4f} nats per token")
+        self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best, **rewards)
+        if state.step == 0 and run.init and not rewards:  # The model is its own reference, with rewards of 0.
+            self.session.note(f"held-out loss of {run.init.name} before the first step: {loss:.4f} nats per token")
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last good state with a lower learning rate. Raises ``diverged`` on the second rollback."""

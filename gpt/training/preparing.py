@@ -6,8 +6,9 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
-from gpt.chat.examples import Conversation, Pair, kind_of
+from gpt.chat.examples import kind_of
 from gpt.config.device import Compute
 from gpt.config.train import TrainConfig
 from gpt.corpus.corpus import Corpus, open_corpus
@@ -18,7 +19,7 @@ from gpt.system import files
 from gpt.system.errors import Interrupted, UserError
 from gpt.system.files import disk_errors, locked
 from gpt.training.context import Inputs, Session, data_record, now
-from gpt.training.data import Dataset, make_tokens, open_examples, open_tokens
+from gpt.training.data import Dataset, find_kind, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import find_init
 from gpt.training.size import preset_for_minutes
 from gpt.training.teachers import choose_tokenizer, find_teacher
@@ -42,8 +43,8 @@ def prepare(
     listen, note = session.listen, session.note
     config = requested = detect_examples(texts, config, note)
     if session.world.size > 1 and config.has_examples and "-" in texts:
-        kind = "conversations" if config.chat else "pairs"
-        raise UserError(f"{kind} cannot be read from stdin by several processes", "put them in a file")
+        message = f"{find_kind(config).plural} cannot be read from stdin by several processes"
+        raise UserError(message, "put them in a file")
     init = find_init(config)
     teachers = [find_teacher(name) for name in config.teacher]
     tokenizer = choose_tokenizer(config, init, teachers)
@@ -71,8 +72,8 @@ def prepare(
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:
-    """Sets ``pairs`` or ``chat`` if every record of ``texts`` has exactly the keys of a pair or of a conversation.
-    Changes nothing if the user set ``pairs``, ``chat`` or ``field``."""
+    """Sets ``pairs``, ``chat`` or ``preferences`` if every record of ``texts`` has exactly the keys of one. Changes
+    nothing if the user set one of them, or ``field``."""
     if not texts or config.has_examples or config.field != TrainConfig.field:
         return config
     kind = kind_of(texts, config)
@@ -80,7 +81,8 @@ def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[s
         return config
     found = f"every record is a {kind.singular}: assuming {kind.option}"
     note(f"{', '.join(texts)}: {found} (--field KEY reads text instead)")
-    return replace(config, pairs=kind is Pair, chat=kind is Conversation)
+    settings: dict[str, Any] = {kind.option.removeprefix("--"): True}
+    return replace(config, **settings)
 
 
 def lock_run(run: Path) -> contextlib.AbstractContextManager[None]:

@@ -80,7 +80,8 @@ class Facts:
     has_compiler: bool = False
     processes: int = 1
     local_processes: int = 1  # on this machine
-    rows: int = 0  # rows of examples; 0 for text
+    rows: int = 0  # rows of examples, or preferences; 0 for text
+    sides: int = 1  # sequences per row: 2 for preferences
     base: GPTConfig | None = None  # shape of the base model in fine-tuning
     base_bytes: int = 0  # size of a base model that is quantized
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the teachers
@@ -147,6 +148,7 @@ class Recipe:
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
     own_teachers: OwnTeachers | None = None
+    beta: Amount = 0.0  # of preferences; 0 for other data
     budget: TimeBudget | None = None  # None without ``--minutes``, and in drafts
 
     @property
@@ -175,6 +177,11 @@ class Recipe:
         return replace(self.model, block_size=max(self.context, self.model.block_size))
 
     @property
+    def sides(self) -> int:
+        """Sequences per row: two for preferences."""
+        return 2 if self.beta else 1
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each process has only a shard of the weights."""
         return self.shard == "full"
@@ -187,9 +194,10 @@ class Recipe:
 
     def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
         """Whether steps run as CUDA graphs: in a single process, if launching kernels takes longer than running them.
-        Excludes float16, whose loss scale is on the host, and recomputation, which reads random states."""
+        Excludes float16, whose loss scale is on the host, recomputation, which reads random states, and preferences,
+        which compute logits only for targets."""
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
-        single = processes == 1 and not self.is_sharded and not self.recompute
+        single = processes == 1 and not self.is_sharded and not self.recompute and not self.beta
         return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
 
     def tokens(self, steps: int) -> int:
@@ -305,9 +313,10 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     facts = facts.with_own_teachers(config.teachers or 0, model)
     _check_contexts(model, config, facts.teachers)
     if base is not None:
-        default_epochs = finetune.choose_epochs(facts.tokens, facts.rows > 0, model, facts.device)
+        is_memorized = facts.rows > 0 and facts.sides == 1
+        default_epochs = finetune.choose_epochs(facts.tokens, is_memorized, model, facts.device)
         tokens = min(default_epochs * facts.tokens, max_tokens)
-        preset = finetune.shrink_batch(preset, tokens, finetune.PAIR_STEPS if facts.rows else finetune.STEPS)
+        preset = finetune.shrink_batch(preset, tokens, finetune.PAIR_STEPS if is_memorized else finetune.STEPS)
     else:
         default_epochs = auto_epochs(facts.tokens, model, facts.device)
         preset = finetune.shrink_batch(preset, default_epochs * facts.tokens, finetune.STEPS) if facts.rows else preset
@@ -347,6 +356,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         context=facts.base.block_size if facts.base is not None and facts.base.positions == "rotary" else 0,
         teacher_weight=config.teacher_weight if facts.teachers else 0.0,
         own_teachers=own_teachers,
+        beta=(finetune.BETA if config.beta is None else config.beta) if config.preferences else 0.0,
         **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, facts))
@@ -425,6 +435,7 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
     lr = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
     if config.init is None:
         return lr
+    lr *= finetune.PREFERENCE_LR_FACTOR if config.preferences else 1
     return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
 
 
@@ -449,7 +460,8 @@ def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size:
 
 
 def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: bool) -> int:
-    """The number of sequences per step. A sequence has ``row_tokens`` tokens on average. Raises `UserError` if the
+    """The number of rows per step. A row has ``row_tokens`` tokens on average. The user's batch counts a preference as
+    one context, because the lengths of its two answers vary. Raises `UserError` if the
     user's batch of text is not a multiple of the requested context. Rounds the batch if a short text reduced the
     context."""
     batch_tokens, context = config.batch_tokens, choose_context(config, preset.model)
@@ -457,6 +469,8 @@ def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: b
         lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
         message = f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}"
         raise UserError(message, f"use {upper:,}" + (f" or {lower:,}" if lower else ""))
+    if config.preferences and batch_tokens is not None:
+        row_tokens = context
     return max(1, round((batch_tokens or preset.batch_tokens) / row_tokens))
 
 
@@ -535,6 +549,7 @@ def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: O
         optimizer=optimizer,
         data=facts.processes,
         shard=settings.shard == "full",
+        sides=facts.sides,
         device="cuda" if facts.device == "cuda" else "cpu",
         teachers=facts.teachers,
         adapters=tuple(adapters.values()),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpt.config.device import Download, keep_freed_memory, random_states, set_random_states, upload
 from gpt.model.decoder import GPT
-from gpt.model.loss import IGNORED, tied_cross_entropy
+from gpt.model.loss import IGNORED, chunked_losses, score_preferences, tied_cross_entropy
 from gpt.system.cuda_graph import GraphedFunction
 from gpt.system.errors import PeerLost, first_line
 from gpt.system.interrupt import interruption
@@ -44,10 +44,42 @@ class Objective(nn.Module):
         lesson = (self.teacher_weight, *teachers) if teachers else ()
         return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk, *lesson)
 
+    def count(self, y: Tensor) -> Tensor:
+        """Counts what the loss is the mean of."""
+        return (y != IGNORED).sum()
+
+
+class PreferenceObjective(Objective):
+    """The `score_preferences` of a micro-batch, summed. The first, the loss of DPO, has a gradient."""
+
+    def __init__(self, model: GPT, chunk: int, beta: float) -> None:
+        super().__init__(model, chunk)
+        self.beta = beta
+
+    def forward(self, x: Tensor, y: Tensor, *reference: Tensor) -> Tensor:
+        """Computes the scores for inputs x and targets y, (rows, 2, T), and the reference's log-probabilities,
+        (rows, 2). Logits are computed only for targets, and twice: the gradient of a token depends on the margin."""
+        stream, y = self.model.trunk(x.flatten(0, 1)), y.flatten(0, 1)
+        is_target, weight = y != IGNORED, self.model.unembedding
+        stream, ids = stream[is_target], y[is_target]
+        losses = torch.zeros(y.shape, device=y.device)
+        losses.masked_scatter_(is_target, chunked_losses(stream, weight, ids, self.chunk))
+        rewards = self.beta * (-losses.sum(-1).view(-1, 2) - reference[0])
+        slopes = self.beta * torch.sigmoid(rewards[:, 1] - rewards[:, 0])
+        factors = torch.stack([slopes, -slopes], -1).view(-1, 1).expand_as(y)[is_target]
+        total = self.loss(stream[:, None], weight, ids[:, None], self.chunk, factors=factors[:, None])
+        scores = score_preferences(rewards)
+        return torch.cat([scores[:1] + total - total.detach(), scores[1:]])
+
+    def count(self, y: Tensor) -> Tensor:
+        """Counts the preferences."""
+        return torch.tensor(len(y), device=y.device)
+
 
 class Stepper:
     """Takes optimizer steps on all ranks. ``on_uncompiled`` is called with the error if a compiled program fails and is
-    dropped. With ``teachers``, the loss is still the cross-entropy with the text; only its gradient changes."""
+    dropped. With ``teachers``, the loss is still the cross-entropy with the text; only its gradient changes. The loss
+    of preferences comes with their rewards, as in `score_preferences`."""
 
     def __init__(
         self,
@@ -64,6 +96,8 @@ class Stepper:
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
         self.scaler = strategy.scaler()
         self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight)
+        if recipe.beta:
+            self.objective = PreferenceObjective(self.model, recipe.loss_chunk, recipe.beta)
         self.wrapped = strategy.wrap(self.objective)
         if self.compute.device.type == "cpu":
             keep_freed_memory()
@@ -75,7 +109,7 @@ class Stepper:
             self.graph = GraphedFunction(self.update, self.model.buffers, self._give_up_graph)
 
     def step(self, x: npt.NDArray[Any], y: npt.NDArray[Any], lr: float, *lesson: npt.NDArray[Any]) -> Download:
-        """Takes a step on this rank's inputs x and targets y, (rows, T). ``lesson`` is what `TaughtBatches` adds to
+        """Takes a step on this rank's inputs x and targets y, (rows, T). ``lesson`` is what the batches add to
         them. Returns the loss and the gradient norm. If one is not finite, weights and moments do not change."""
         self.optimizer.set_lr(lr)
         batch = [upload(array, self.compute.device) for array in (x, y, *lesson)]
@@ -87,15 +121,15 @@ class Stepper:
         if not self.model.training:
             self.model.train()
         loss = torch.zeros((), device=self.compute.device)
-        n_targets = self.world.all_reduce((y != IGNORED).sum())
+        n_targets = self.world.all_reduce(self.objective.count(y))
         for row in range(0, x.size(0), self.micro_batch):
             part = slice(row, row + self.micro_batch)
             is_last = row + self.micro_batch >= x.size(0)
             with contextlib.nullcontext() if is_last else self.strategy.no_sync():
-                loss += self.backward(x[part], y[part], n_targets, [tensor[part] for tensor in lesson])
+                loss = loss + self.backward(x[part], y[part], n_targets, [tensor[part] for tensor in lesson])
         loss = self.world.all_reduce(loss)
         norm = self.strategy.clip_grad_norm(self.scaler, self.clip)
-        self.optimizer.step(skip=~(loss.isfinite() & norm.isfinite()))
+        self.optimizer.step(skip=~(loss.isfinite().all() & norm.isfinite()))
         self.scaler.update()
         self.optimizer.zero_grad()
         return loss, norm
@@ -111,13 +145,15 @@ class Stepper:
                 self.on_uncompiled(first_line(error))
         with self.compute.autocast():
             loss: Tensor = self.wrapped(x, y, *lesson) / n_targets
-        self.scaler.scale(self.strategy.backward_loss(loss)).backward()  # type: ignore[no-untyped-call]
+        self.scaler.scale(self.strategy.backward_loss(loss.view(-1)[0])).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def placeholder_batch(self, length: int) -> tuple[Tensor, Tensor, Tensor, Sequence[Tensor]]:
         """Returns arguments of `backward` for a full micro-batch of sequences of ``length`` tokens."""
-        x = torch.zeros((self.micro_batch, length), dtype=torch.long, device=self.compute.device)
-        return x, x, torch.tensor(x.numel(), device=x.device), self.teachers.placeholder(x)
+        sides, device = (2,) * bool(self.recipe.beta), self.compute.device
+        x = torch.zeros((self.micro_batch, *sides, length), dtype=torch.long, device=device)
+        lesson = [torch.zeros(x.shape[:2], device=device)] if sides else self.teachers.placeholder(x)
+        return x, x, torch.tensor(x.numel(), device=device), lesson
 
     def compile(self) -> str | None:
         """Compiles the step on all ranks. If one fails, all stay eager. Returns the compiler's error, if any.

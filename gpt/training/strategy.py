@@ -106,11 +106,11 @@ class Strategy:
             return self.compute
         return device.pick(str(self.compute.device), "auto")
 
-    def load(self, path: Path, recipe: Recipe) -> None:
+    def load(self, path: Path, recipe: Recipe, merge: bool = True) -> None:
         """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
-        `gpt eval` does, unless that is quantized."""
+        `gpt eval` does, unless that is quantized or ``merge`` is off."""
         maps = [each for each in self.model.modules() if isinstance(each, lora.LowRank)]
-        if maps and not isinstance(maps[0].weight, Tensor):
+        if maps and not (merge and isinstance(maps[0].weight, Tensor)):
             _load_adapters(path, recipe, self.optimizer.parameters)
         elif maps:
             self._load_merged(path, recipe)

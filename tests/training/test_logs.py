@@ -357,7 +357,7 @@ def test_flops_of_pairs_use_their_mean_length(workdir: Path) -> None:
     resolved = json.loads((result.run / "run.json").read_text())["resolved"]
     model = GPT(GPTConfig(**resolved["model"]))
     recipe = types.SimpleNamespace(
-        lora_rank=0, model=model.config, batch_tokens=resolved["batch_tokens"], rows=resolved["rows"]
+        lora_rank=0, model=model.config, batch_tokens=resolved["batch_tokens"], rows=resolved["rows"], sides=1
     )
     speed = logs.Speed.of(model, recipe, Compute(torch.device("cpu"), torch.float32))  # type: ignore[arg-type]
     mean_length = resolved["batch_tokens"] // resolved["rows"]

@@ -50,6 +50,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "qwen2": {**TUNED, "init": "qwen2.gguf", "batch_tokens": 1024, "batch_ramp": 2000, "micro_batch": 2},
     "qwen3": {**TUNED, "init": "qwen3", "chat": True},
+    "preferences": {**TUNED, "init": "qwen3", "preferences": True, "lr": 1e-3},
     "mistral": {**TUNED, "init": "mistral-bfloat16", "block_size": 16},
 }
 SHARDED = {"shard": "full"}
@@ -62,6 +63,7 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "phases-sharded": ("phases", SHARDED),
     "qwen2-sharded": ("qwen2", {**SHARDED, "micro_batch": 1}),
     "qwen3-sharded": ("qwen3", SHARDED),
+    "preferences-sharded": ("preferences", SHARDED),
     "mistral-sharded": ("mistral", SHARDED),
 }
 # Runs of each family, from a base model of `several.write_bases` with little context and odd widths.

@@ -28,6 +28,11 @@ def write_texts() -> None:
     Path("book.txt").write_bytes(make_text().encode())
     pairs = [{"prompt": f"{n} =>", "completion": " " + "la" * (n % 7) + f" {n * n}"} for n in range(60)]
     Path("pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    preferences = [
+        {**pair, "chosen": pair.pop("completion"), "rejected": " no" * (n % 5)}
+        for n, pair in enumerate(map(dict, pairs))
+    ]
+    Path("preferences.jsonl").write_text("\n".join(map(json.dumps, preferences)))
     chats = [
         [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["completion"]}]
         for pair in pairs
