@@ -7,7 +7,7 @@ FROM python:3.11-slim
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 RUN --mount=type=bind,target=/src,rw \
     pip install --no-cache-dir --extra-index-url https://download.pytorch.org/whl/cpu \
-    -c /src/constraints.txt '/src[serve]'
+    -c /src/constraints.txt '/src[serve,gguf]'
 RUN useradd --create-home gpt
 USER gpt
 WORKDIR /home/gpt

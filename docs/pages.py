@@ -2,7 +2,7 @@
 
     python docs/pages.py TEXT [RUNS]
 
-TEXT is tinyshakespeare. RUNS is a folder with the tutorial's finished runs book and chat, to skip their training. Needs
+TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, waves, bands), to skip their training. Needs
 the dev extra and Chromium.
 """
 
@@ -27,6 +27,13 @@ TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
+# The tutorial's runs; one for a step, with sinusoidal positions; one with a window of four tokens in layers 1 and 3.
+TRAIN_COMMANDS: dict[str, list[str]] = {
+    BOOK: ["book.txt"],
+    CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
+    WAVES: ["book.txt", "--positions", "sinusoidal", "--steps", "1"],
+    BANDS: ["book.txt", "--arch", "modern", "--window", "4", "--minutes", "1"],
+}
 # Commands that draw a picture with `-o FILE.png`.
 PICTURE_COMMANDS: dict[str, list[str]] = {
     "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
@@ -48,18 +55,14 @@ PAGE_COMMANDS: dict[str, list[str]] = {
 
 
 def train(text: str, runs: str | None) -> None:
-    """Trains or copies the tutorial's runs. Also trains two more runs: one for a step, with sinusoidal positions; one
-    for a minute, with a sliding window of four tokens in layers 1 and 3."""
+    """Trains the runs that are not in ``runs``."""
     shutil.copy(text, "book.txt")
     if runs is not None:
         shutil.copytree(runs, "runs")
-    else:
-        exec(next(code for kind, code, _ in BLOCK.findall(TUTORIAL.read_text("utf-8")) if kind == "python"), {})
-        for words in (["book.txt", "-o", BOOK], ["chats.jsonl", "--chat", "--init", BOOK, "-o", CHAT]):
-            if main(["train", *words]):
-                sys.exit(1)
-    main(["train", "book.txt", "-o", WAVES, "--positions", "sinusoidal", "--steps", "1"])
-    main(["train", "book.txt", "-o", BANDS, "--arch", "modern", "--window", "4", "--minutes", "1"])
+    exec(next(code for kind, code, _ in BLOCK.findall(TUTORIAL.read_text("utf-8")) if kind == "python"), {})
+    for run, words in TRAIN_COMMANDS.items():
+        if not Path(run).exists() and main(["train", *words, "-o", run]):
+            sys.exit(1)
 
 
 def draw(pictures: Path) -> None:
@@ -85,7 +88,7 @@ def draw(pictures: Path) -> None:
             with serving(run) as address:
                 page.goto(address)
                 page.wait_for_selector("body[data-ready]")
-                page.screenshot(path=pictures / f"{name}.png", clip=clip_page(page))
+                page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=clip_page(page))
         browser.close()
 
 
@@ -178,7 +181,7 @@ def _clip_next_token(**controls: float) -> Callable[[Page], dict[str, float]]:
                 " input.dispatchEvent(new Event('input')); }",
                 [name.replace("_", "-"), value],
             )
-        return {**_clip_section("#next", 430)(page), "width": 800}
+        return {**_clip_section("#next", 430)(page), "width": 850}
 
     return clip
 

@@ -3,7 +3,6 @@
 python docs/reference.py
 """
 
-import dataclasses
 import html
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -13,8 +12,6 @@ import typer
 from gpt_cli import help_pages
 from gpt_cli.main import make_app
 
-from gpt.config.train import TrainConfig
-
 PAGE = Path(__file__).parent / "reference.md"
 HEAD = """\
 # Reference
@@ -23,9 +20,10 @@ Every command with all its options. `python docs/reference.py` writes this page 
 terminal, `gpt COMMAND --help` lists the options that most people use, here under **Options**, and `--help-all` the
 others too, except those under **Rarely needed**.
 
-- Each option is also an environment **variable**; an option on the command line overrides it.
-- The settings of `gpt train` also have a **key** for `--config FILE.toml`, which a variable overrides.
-  `gpt train --print-config` prints all of them in that form.
+- Each option is also an environment variable, which the command line overrides: `--max-tokens` of `gpt sample` is
+  `GPT_SAMPLE_MAX_TOKENS`.
+- The settings of `gpt train` are also keys of `--config FILE.toml`, which variables override: `--n-layer` is `n_layer`.
+  `gpt train --print-config` prints all of them.
 - Results go to stdout; progress, notes and errors to stderr. With `--json`, stdout has only JSON, one object per line.
 - Exit status: 0 success; 1 the work failed; 2 the input was wrong; 130, 143 or 129 after SIGINT, SIGTERM or SIGHUP,
   with the work saved.
@@ -71,24 +69,20 @@ def _section(name: str, command: Any, context: Any) -> str:
             for parameter in arguments
         ]
         lines += [*_table(("argument", "what it is", "default"), rows), ""]
-    keys = {field.name for field in dataclasses.fields(TrainConfig)} if name == "gpt train" else set()
     for panel, options in help_pages.panels(command, context).items():
         lines += [f"**{panel}**", ""]
-        titles = ("option", "what it does", "default", "variable", *(["key"] if keys else []))
-        lines += [*_table(titles, [_row(parameter, context, keys) for parameter in options]), ""]
+        lines += [*_table(("option", "what it does", "default"), [_row(each, context) for each in options]), ""]
     return "\n".join(lines)
 
 
-def _row(option: Any, context: Any, keys: set[str]) -> tuple[str, ...]:
+def _row(option: Any, context: Any) -> tuple[str, ...]:
     value_hint = help_pages.value(option, context)
     choices = value_hint.split("|") if "|" in value_hint else []
     flags = " ".join(f"`{flag}`" for flag in sorted(option.opts, key=len, reverse=True))
     description = _escape(option.help or "") + (
         f". One of {', '.join(f'`{choice}`' for choice in choices)}" if choices else ""
     )
-    variable = f"`{context.auto_envvar_prefix}_{option.name.upper()}`"
-    key = (f"`{option.name}`" if option.name in keys else "",) if keys else ()
-    return (flags if choices else f"{flags} {value_hint}".rstrip(), description, _default(option), variable, *key)
+    return (flags if choices else f"{flags} {value_hint}".rstrip(), description, _default(option))
 
 
 def _default(parameter: Any) -> str:

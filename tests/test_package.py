@@ -68,7 +68,7 @@ def test_install_hints_come_from_one_function() -> None:
                 assert extra in EXTRAS, path
 
 
-def test_install_hints_target_the_running_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_install_hints_target_the_running_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     requirement = f'"{distribution.NAME}[serve]"'
     scripts = Path(sysconfig.get_path("scripts"))
     for pip, hint in {
@@ -82,6 +82,9 @@ def test_install_hints_target_the_running_environment(monkeypatch: pytest.Monkey
     monkeypatch.setattr("gpt.system.distribution.find_spec", lambda name: None)  # uv creates environments without pip.
     monkeypatch.setattr(sys, "prefix", "/env")
     assert distribution.install_extra("serve") == f"uv pip install --python /env {requirement}"
+    (tmp_path / "pipx_metadata.json").touch()
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert distribution.install_extra("serve") == f"pipx runpip {distribution.NAME} install {requirement}"
 
 
 def test_version_json_includes_versions_and_device(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,7 +79,7 @@ def neighbors(
 
     data = json_inspect.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
     groups = [json_inspect.near_group(entry["word"].strip(), [entry], entry["neighbors"]) for entry in data["words"]]
-    _show_near(data, "Neighbours", name, groups, out, json)
+    _show_near(data, "Neighbors", name, groups, out, json)
 
 
 @app.command("analogy")

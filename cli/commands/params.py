@@ -25,7 +25,7 @@ def params(
         list[str] | None,
         typer.Argument(metavar="PRESET|MODEL", help="Presets, or models as for gpt sample; several are compared"),
     ] = None,
-    list_presets: Annotated[bool, option("--list", help="List all presets")] = False,
+    list_presets: Annotated[bool, option("--list", help="List all presets", envvar="GPT_PARAMS_LIST")] = False,
     out: OutPage = None,
     json: Json = False,
 ) -> None:

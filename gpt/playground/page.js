@@ -297,11 +297,12 @@ async function write(from = parts) {
   $("status").textContent = "Writing …";
   setParts(showIncomplete(from, false));
   buttons();
-  let outcome = "Stopped.", frame = 0, length = field.value.length, tokenCount = 0, startTime = 0, eventTime = 0, rateTime = 0, drawTime = 0;
+  let outcome = "Stopped.", frame = 0, length = field.value.length, tokenCount = 0, eventTime = 0, rateTime = 0, drawTime = 0;
   let complete = false;
+  const startTime = performance.now();
   const showRate = () => {
-    const speed = eventTime > startTime ? `, ${(1000 * (tokenCount - 1) / (eventTime - startTime)).toFixed(1)} per second` : "";
-    $("rate").textContent = tokenCount ? `${thousands(tokenCount)} token${tokenCount > 1 ? "s" : ""}${speed}.` : "";
+    const rate = (1000 * tokenCount / (eventTime - startTime)).toFixed(1);
+    $("rate").textContent = tokenCount ? `${thousands(tokenCount)} token${tokenCount > 1 ? "s" : ""}, ${rate} per second.` : "";
     rateTime = eventTime;
   };
   const flush = () => {
@@ -335,7 +336,6 @@ async function write(from = parts) {
       }
       for (const token of tokens) addToken(parts, token, run);
       eventTime = performance.now();
-      startTime ||= eventTime;
       tokenCount += tokens.length;
       frame ||= setTimeout(flush, Math.max(16, 2 * drawTime)); // Slow drawing of a long text must not block the page.
     }

@@ -16,6 +16,8 @@ find_spec = PathFinder.find_spec  # Bypasses import hooks: setuptools' hook warn
 def install(package: str) -> str:
     """Returns the command that installs a package into the running environment."""
     if find_spec("pip") is None:
+        if Path(sys.prefix, "pipx_metadata.json").exists():
+            return f"pipx runpip {NAME} install {package}"
         return f"uv pip install --python {_quoted(sys.prefix)} {package}"
     if Path(shutil.which("pip") or "").parent == Path(sysconfig.get_path("scripts")):
         return f"pip install {package}"

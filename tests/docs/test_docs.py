@@ -25,18 +25,17 @@ def test_reference_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_documented_environment_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule on top of the reference gives each option's variable."""
     root: Any = typer.main.get_command(reference.make_app())
-    page = reference.PAGE.read_text(encoding="utf-8")
     count = 0
-    for _, command, context in reference.commands(root, root.make_context("gpt", [], resilient_parsing=True)):
+    for name, command, context in reference.commands(root, root.make_context("gpt", [], resilient_parsing=True)):
         for option in command.get_params(context):
             if option.param_type_name == "option" and "--help" not in option.opts and not option.hidden:
-                variable = f"{context.auto_envvar_prefix}_{option.name.upper()}"
-                assert f"| `{variable}` |" in page
-                monkeypatch.setenv(variable, "a value")
-                assert option.resolve_envvar_value(context) == "a value"
+                words = [*name.split(), *max(option.opts, key=len).strip("-").split("-")]
+                monkeypatch.setenv("_".join(words).upper(), "a value")
+                assert option.resolve_envvar_value(context) == "a value", option.opts
                 count += 1
-    assert count == len(re.findall(r"\| `GPT_[A-Z_]+` \|", page))
+    assert count > 200
 
 
 def test_quoted_code_matches_the_source() -> None:

@@ -450,7 +450,7 @@ def test_chat_follows_a_json_schema(chat: Served) -> None:
         assert all(json.loads(text) in ({"a": 1}, {"a": "b"}) for text in texts), texts
 
 
-DOCS = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
+DOCS = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 
 
 def documented_fields(prefix: str) -> set[str]:
