@@ -188,14 +188,9 @@ class Preference(Example):
         return [part if isinstance(part, str) else "\n".join(each["content"] for each in part) for part in parts]
 
     @property
-    def identity(self) -> str:
-        """The prompt, both answers and the variables as JSON."""
-        return json.dumps([self.prompt, self.chosen, self.rejected, self.variables])
-
-    @property
     def group(self) -> str:
-        """The prompt."""
-        return json.dumps([self.prompt, self.variables])
+        """The prompt as text, marked as a group even if it is empty."""
+        return f"prompt: {self.texts[0]}"
 
 
 def _parse_pair(record: dict[str, Any], where: Callable[[], str]) -> Pair:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt.chat import chat
-from gpt.chat.examples import KINDS, Conversation, Example, Pair, Preference, find_copies, read_examples
+from gpt.chat.examples import Conversation, Example, Pair, Preference, find_copies, read_examples
 from gpt.config.model import GPTConfig, find_preset
 from gpt.config.text import TextConfig
 from gpt.config.train import TrainConfig
@@ -34,7 +34,7 @@ from gpt.training.recipe import Recipe, example_context, preset_name
 
 BatchSource = Batches | RowBatches
 ENCODERS: dict[type[Example], type[Encoder[Any]]] = {
-    Conversation: ChatEncoder, Pair: PairEncoder, Preference: PreferenceEncoder,
+    Pair: PairEncoder, Conversation: ChatEncoder, Preference: PreferenceEncoder,
 }  # fmt: skip
 
 # A model of fewer documents has rarely seen the start of one, so its samples begin with words of the held-out text.
@@ -226,7 +226,7 @@ def open_examples(
 
 def find_kind(config: TrainConfig) -> type[Example]:
     """Returns the kind of the examples that a run trains on."""
-    return next(kind for kind in KINDS if getattr(config, kind.option.removeprefix("--")))
+    return next(kind for kind in ENCODERS if getattr(config, kind.option.removeprefix("--")))
 
 
 def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:

@@ -59,10 +59,14 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     strategy.load(path, recipe, merge=data.preferences is None)
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
-        windows = interleave(data.sample_windows(size, max_windows)) if max_windows else data.windows(size)
+        windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
+        if max_windows and not data.preferences:  # The two answers of a preference stay together.
+            windows = interleave(data.sample_windows(size, max_windows))
         precise = run.compute if data.preferences else compute  # Rewards need log-probabilities of the same dtype.
         loss, count, rewards = measure_held_out(strategy, data, recipe.beta, windows, precise, stop)
-        if not data.preferences:
+        if data.preferences:  # The deadline can pass before the second answer of the first preference.
+            loss = loss if count else state.best_loss
+        else:
             bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
     if data.preferences:
         strategy.load(path, recipe)
@@ -137,7 +141,9 @@ def measure_held_out(
     log_p = sum_log_probs(strategy, len(rows), windows, compute, stop)
     rewards = beta * (log_p - torch.from_numpy(rows.reference))
     measured = rewards[rewards.isfinite().all(-1)]
-    loss, *means = (score_preferences(measured) / max(1, len(measured))).tolist()
+    if not len(measured):
+        return math.nan, 0, {}
+    loss, *means = (score_preferences(measured) / len(measured)).tolist()
     return loss, len(measured), dict(zip(REWARDS, means, strict=True))
 
 

@@ -6,7 +6,7 @@ sequences, encoded like TRL's.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -102,6 +102,7 @@ class RowBatches:
 
 
 E = TypeVar("E", bound=Example)
+T = TypeVar("T")
 
 
 class Encoder(Generic[E]):
@@ -112,6 +113,7 @@ class Encoder(Generic[E]):
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         self.tokenizer, self.block_size, self.skip_bad = tokenizer, block_size, skip_bad
         self._unused_keys: Counter[str] = Counter()
+        self._rejected = 0
 
     def encode(self, examples: Sequence[E]) -> ExampleRows:
         """Encodes the examples that have targets. Raises `UserError` for an example that cannot be encoded."""
@@ -132,11 +134,26 @@ class Encoder(Generic[E]):
         """Returns the text before the first answer, and its ids."""
         raise NotImplementedError
 
+    def _rendered(self, example: E, render: Callable[[], T]) -> T | None:
+        """Returns ``render()``. If the chat template rejects the example, raises `UserError` with its place, or with
+        ``skip_bad`` returns None."""
+        try:
+            return render()
+        except UserError as error:
+            if isinstance(error, WorkError):
+                raise
+            if not self.skip_bad:
+                raise UserError(f"{example.where}: {error.message}", error.hint) from None
+            self._rejected += 1
+            return None
+
     def notes(self) -> Iterator[str]:
         """Yields notes about examples that were changed or skipped, and about their keys without effect."""
         if self._unused_keys:
             counts = self._unused_keys.most_common(20)
             yield "keys without effect: " + ", ".join(f'"{key}" in {counted(n, "record")}' for key, n in counts)
+        if self._rejected:
+            yield f"{counted(self._rejected, 'record')} skipped: rejected by the chat template"
 
 
 class PairEncoder(Encoder[Pair]):
@@ -173,21 +190,17 @@ class ChatEncoder(Encoder[Conversation]):
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(chat.with_template(tokenizer), block_size, skip_bad)
-        self._cut_after = self._cut_inside = self._skipped = self._rejected = self._split = 0
+        self._cut_after = self._cut_inside = self._skipped = self._split = 0
 
     def rows(self, example: Conversation) -> list[ExampleRow]:
         """Encodes a conversation as one row, or as one row per answer if the chat template requires it
         (`chat.answers`). Skips rows whose first answer starts beyond the context. Raises `UserError` if the chat
         template rejects the conversation, unless ``skip_bad``."""
-        try:
-            texts, ends = chat.answers(self.tokenizer, example.messages, example.context, example.variables)
-        except UserError as error:
-            if isinstance(error, WorkError):
-                raise
-            if not self.skip_bad:
-                raise UserError(f"{example.where}: {error.message}", error.hint) from None
-            self._rejected += 1
+        arguments = (self.tokenizer, example.messages, example.context, example.variables)
+        rendered = self._rendered(example, lambda: chat.answers(*arguments))
+        if rendered is None:
             return []
+        texts, ends = rendered
         if not ends <= self.tokenizer.ends:
             self.tokenizer = replace(self.tokenizer, more_ends=(self.tokenizer.ends | ends) - {self.tokenizer.eot})
         self._split += len(texts) > 1
@@ -234,8 +247,6 @@ class ChatEncoder(Encoder[Conversation]):
                 f"fits, {self._cut_inside:,} within the first one, and {self._skipped:,} skipped, whose first answer "
                 "starts too late"
             )
-        if self._rejected:
-            yield f"{counted(self._rejected, 'conversation')} skipped: rejected by the chat template"
 
 
 class PreferenceEncoder(Encoder[Preference]):
@@ -246,21 +257,16 @@ class PreferenceEncoder(Encoder[Preference]):
 
     def __init__(self, tokenizer: Tokenizer, block_size: int, skip_bad: bool) -> None:
         super().__init__(tokenizer, block_size, skip_bad)
-        self._cut = self._skipped = self._rejected = 0
+        self._cut = self._skipped = 0
 
     def rows(self, example: Preference) -> list[ExampleRow]:
         """Encodes the chosen and the rejected answer. Skips a preference whose prompt fills the context. Raises
         `UserError` if the chat template rejects it, unless ``skip_bad``."""
-        try:
-            prompt = self.prompt(example)[1]
-            sequences = [self._encode(example, answer) for answer in (example.chosen, example.rejected)]
-        except UserError as error:
-            if isinstance(error, WorkError):
-                raise
-            if not self.skip_bad:
-                raise UserError(f"{example.where}: {error.message}", error.hint) from None
-            self._rejected += 1
+        answers = (example.chosen, example.rejected)
+        parts = self._rendered(example, lambda: [self.prompt(example)[1], *(self._encode(example, a) for a in answers)])
+        if parts is None:
             return []
+        prompt, *sequences = parts
         start = min(count_common(prompt, ids) for ids in sequences)
         max_ids = self.block_size + 1  # The last id is only a target.
         if start >= min(max_ids, *map(len, sequences)):
@@ -293,5 +299,3 @@ class PreferenceEncoder(Encoder[Preference]):
                 f"{self.block_size:,} tokens (--block-size): {self._cut:,} cut, and {self._skipped:,} skipped, whose "
                 "answers start too late"
             )
-        if self._rejected:
-            yield f"{counted(self._rejected, 'preference')} skipped: rejected by the chat template"

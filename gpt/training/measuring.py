@@ -46,7 +46,9 @@ class Meter:
         share = 0.0 if draft.compile and not compiled else PROBE_SHARE
         costs = self._measure(replace(draft, compile=compiled), share)
         session.note(f"{1 / costs.token:,.0f} tokens/s")
-        costs = replace(costs, compiled=compiled, elapsed=time.perf_counter() - session.start_time)
+        reference = costs.window * sum(map(len, self.inputs.data.preferences or ()))  # before the first step
+        elapsed = time.perf_counter() - session.start_time + reference
+        costs = replace(costs, compiled=compiled, elapsed=elapsed)
         return replace(facts, compiled_costs=costs) if compiled else replace(facts, costs=costs)
 
     def _measure(self, recipe: Recipe, share: float) -> Costs:
