@@ -83,7 +83,7 @@ PLAIN = CallFormat("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_cal
 
 
 def _escape(text: str) -> str:
-    return re.escape(text).replace("/", "[/]")
+    return re.escape(text).replace("/", r"\/")
 
 
 def _arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -202,12 +202,12 @@ class AnswerParser:
             yield from self._copy(END_THINK)
             yield from self._skip_space()
             self.is_thinking = False
-        is_unmarked = False
-        while call_format and self._rest.lstrip()[:1] in ("", "{", "`") and not self._final:
-            is_unmarked = bool(re.match(_UNMARKED, self._rest))
-            if is_unmarked or len(self._rest) > _MAX_UNMARKED:
+        is_unmarked = call_format is not None and re.match(_UNMARKED, self._rest)
+        while call_format and not is_unmarked and not self._final and len(self._rest) <= _MAX_UNMARKED:
+            if self._rest.lstrip()[:1] not in ("", "{", "`"):
                 break
             yield None
+            is_unmarked = re.match(_UNMARKED, self._rest)
         if not is_unmarked:
             yield from self._copy(call_format.trigger if call_format else "")
         while True:

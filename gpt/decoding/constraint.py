@@ -35,7 +35,7 @@ SECONDS = 5.0  # Time limit of this check.
 CACHE_SIZE = 16
 THINK, END_THINK = "<think>", "</think>"
 Thinking = Literal["", "optional", "open"]  # Whether a text can start with reasoning. "open" means that it does.
-_THINK_RULES = "\nthink: end_think SPACE?\nend_think[lazy]: /(.|\\n)*<[/]think>/\nSPACE: /\\s+/"
+_THINK_RULES = "\nthink: end_think SPACE?\nend_think[lazy]: /(.|\\n)*<\\/think>/\nSPACE: /\\s+/"
 _REASONING = {"": ("", ""), "optional": (f'("{THINK}" think)? ', _THINK_RULES), "open": ("think ", _THINK_RULES)}
 
 
@@ -98,7 +98,7 @@ class ConstraintCache:
 
         # The model chooses the tokens of forced text, so llguidance needs no tokenizer.
         before, rules = _REASONING[thinking]
-        grammar = f'%llguidance {{"no_forcing": true}}\nstart: {before}{_grammar(name, value)}{rules}'
+        grammar = f'%llguidance {{"no_forcing": true}}\nstart: {before}text\ntext: {_grammar(name, value)}{rules}'
         if name in ("json_schema", "tools") and _sum_multiples(grammar) > MAX_MULTIPLES:
             raise UserError(f"{name}: multipleOf is too large", f"all of them together: up to {MAX_MULTIPLES:,}")
         if len(grammar) > MAX_UNCHECKED or grammar.count('"$ref"') > MAX_REFERENCES:

@@ -440,8 +440,11 @@ def _read_tools(fields: _Fields) -> Tools | None:
                 f"has {_abbreviate(tool)}; only functions with a name of ASCII letters, digits and ._:/- are supported"
             )
             raise _field_error("tools", problem)
-        if name in names or not isinstance(function.get("parameters") or {}, dict):
-            raise _field_error("tools", f"has {name} twice" if name in names else f"{name} has no schema as parameters")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise _field_error("tools", f"has {name}, whose parameters are not the schema of an object")
+        if name in names:
+            raise _field_error("tools", f"has {name} twice")
         names.append(name)
     named = choice["function"] if isinstance(choice, dict) and choice.get("type") == "function" else None
     chosen_name = named.get("name") if isinstance(named, dict) else None
