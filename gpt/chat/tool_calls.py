@@ -76,14 +76,11 @@ class CallFormat:
         if tools.required:
             answer = [f"{json.dumps(self.trigger)} calls"]
         rules += [f"TEXT: /(.|\\n)*/{no_reasoning}", "marked[lazy]: MARKED"]
-        return "\n".join([" | ".join(answer), *rules, f"MARKED: /(.|\\n)*{_escape(self.trigger)}/{no_reasoning}"])
+        trigger = re.escape(self.trigger).replace("/", r"\/")
+        return "\n".join([" | ".join(answer), *rules, f"MARKED: /(.|\\n)*{trigger}/{no_reasoning}"])
 
 
 PLAIN = CallFormat("<tool_call>\n", "\n</tool_call>", "\n</tool_call>\n<tool_call>\n", in_template=False)
-
-
-def _escape(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")
 
 
 def _arguments_schema(parameters: Mapping[str, Any]) -> dict[str, Any]:

@@ -84,10 +84,9 @@ class Answer:
             request = EngineRequest(
                 prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=self.id
             )
-            thinking, call_format = generation.thinking, generation.call_format
-            parser = AnswerParser(thinking, call_format) if thinking or call_format else None
-            choice = Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids, parser)
-            self.choices.append(choice)
+            self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
+            if generation.thinking or generation.call_format:
+                self.choices[-1].parser = AnswerParser(generation.thinking, generation.call_format)
             self._tickets.append(Ticket(request, deliver))
 
     def begin(self) -> None:
@@ -216,15 +215,11 @@ class ChatForm(Form):
     def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
         has_logprobs = answer.generation.config.logprobs is not None
         logprobs = chat_logprobs(answer.service.tokenizer, delta.tokens) if has_logprobs else None
-        more: dict[str, Any] = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
-        more |= {"tool_calls": delta.calls} if delta.calls else {}
+        parts = {"content": delta.text, "reasoning_content": delta.reasoning, "tool_calls": delta.calls}
+        present = {key: value for key, value in parts.items() if value}
         if answer.generation.stream:
-            return {
-                "delta": {**({"content": delta.text} if delta.text or not more else {}), **more},
-                "logprobs": logprobs,
-            }
-        content = delta.text or (None if delta.calls else "")
-        message = {"role": "assistant", "content": content, "refusal": None, **more}
+            return {"delta": present or {"content": ""}, "logprobs": logprobs}
+        message = {"role": "assistant", "content": None if delta.calls else "", "refusal": None, **present}
         return {"message": message, "logprobs": logprobs}
 
     def first(self, answer: Answer) -> list[dict[str, Any]]:

@@ -15,7 +15,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 from gpt.chat import chat, tool_calls
-from gpt.chat.tool_calls import CallFormat
 from gpt.decoding.constraint import END_THINK, Thinking
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
@@ -262,7 +261,7 @@ class Server:
         limit, defaults = self.service.limit_tokens, self.service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
-        text, thinking, call_format = await self._render(request, chat_prompt)
+        text, parts = await self._render(request, chat_prompt)
         self._check_length(text, "messages")
         ids = await self._encode(request, text)
         prompt, free_positions = self._prompt(ids, "messages"), self.service.context_length - len(ids)
@@ -271,34 +270,30 @@ class Server:
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
-        grammar = call_format.grammar(chat_prompt.tools, thinking) if call_format and chat_prompt.tools else ""
-        generation = replace(
-            generation, config=config, thinking=thinking, call_format=call_format, tools_grammar=grammar
-        )
+        generation = replace(generation, config=config, **parts)
         return await self._generate(request, [prompt], generation, ChatForm())
 
-    async def _render(self, request: Request, chat_prompt: ChatPrompt) -> tuple[str, Thinking, CallFormat | None]:
-        """Renders a conversation with the chat template. Also returns what the answer can have besides text."""
+    async def _render(self, request: Request, chat_prompt: ChatPrompt) -> tuple[str, dict[str, Any]]:
+        """Renders a conversation with the chat template. Also returns the fields of `Generation` that depend on it."""
         tokenizer, messages, tools = self.service.tokenizer, chat_prompt.messages, chat_prompt.tools
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
 
-        def render() -> tuple[str, Thinking, CallFormat | None]:
+        def render() -> tuple[str, dict[str, Any]]:
             has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
             call_format = self.service.call_format if tools or has_calls else None
             is_plain = call_format is not None and not call_format.in_template
-            text = chat.render(
-                tokenizer,
-                tool_calls.as_plain_text(messages, tools) if is_plain else messages,
-                answer=chat_prompt.answer,
-                open_end=chat_prompt.open_end,
-                variables=chat_prompt.variables,
-                tools=tools.specs if tools and not is_plain else None,
-            )
+            options = {"answer": chat_prompt.answer, "open_end": chat_prompt.open_end}
+            specs = tools.specs if tools and not is_plain else None
+            shown = tool_calls.as_plain_text(messages, tools) if is_plain else messages
+            text = chat.render(tokenizer, shown, **options, variables=chat_prompt.variables, tools=specs)
             thinking: Thinking = "" if chat_prompt.open_end else tool_calls.find_thinking(tokenizer, text)
             if thinking == "open" and not chat_prompt.thinks:  # The template cannot turn reasoning off.
                 text, thinking = f"{text}\n{END_THINK}\n\n", ""
-            return text, thinking, call_format if tools else None
+            parts: dict[str, Any] = {"thinking": thinking}
+            if tools and call_format:
+                parts |= {"call_format": call_format, "tools_grammar": call_format.grammar(tools, thinking)}
+            return text, parts
 
         return await self._in_thread(request, render, lane="chat")
 

@@ -44,17 +44,11 @@ class Choice:
     tool calls from it."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        config: SampleConfig,
-        prompt: Prompt,
-        echo: bool,
-        stop_ids: Collection[int] = (),
-        parser: AnswerParser | None = None,
+        self, tokenizer: Tokenizer, config: SampleConfig, prompt: Prompt, echo: bool, stop_ids: Collection[int] = ()
     ) -> None:
         self.tokenizer, self.config, self.prompt = tokenizer, config, prompt
         self.echo = echo  # Whether the next text starts with the prompt.
-        self.parser = parser
+        self.parser: AnswerParser | None = None
         self.cached = 0  # Prompt ids from the prefix cache.
         self.reasoning_tokens = 0
         self.whole = Delta()  # Everything so far.

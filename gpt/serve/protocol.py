@@ -19,7 +19,6 @@ MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 12
 MAX_STOP_LENGTH = 1000  # Maximum characters of a stop string.
 MAX_VARIABLES_LENGTH = 16_384  # Maximum JSON characters of chat_template_kwargs.
 MAX_DEPTH = 64  # Maximum nesting of what templates read.
-MAX_TOOLS = 128
 _SEED_LIMIT = 2**63
 _TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _COMMAND_PATTERN = re.compile(r"--[a-z]|\bgpt [a-z]")
@@ -181,7 +180,7 @@ REFUSED: Mapping[str, Sequence[Any]] = {
     "guided_grammar": ("",), "structured_outputs": ({},),
     "structural_tag": ("",), "logits_processors": ([],), "vllm_xargs": ({},), "detokenize": (True,),
     "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "documents": ([],), "chat_template": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (), "include_reasoning": (True,),
 }  # fmt: skip
 REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {
     "add_special_tokens": (True,), "tools": ([],), "tool_choice": ("none", "auto"),
@@ -426,37 +425,28 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 def _read_tools(fields: _Fields) -> Tools | None:
     """Returns the functions that the answer can call, or None."""
-    tools, choice, is_parallel = fields.value("tools", []), fields.values.get("tool_choice"), True
-    if "parallel_tool_calls" in fields.values:
-        is_parallel = fields.flag("parallel_tool_calls")
-    if len(tools) > MAX_TOOLS:
-        raise _field_error("tools", f"has {len(tools):,} functions; the limit is {MAX_TOOLS}")
-    names = []
+    tools, choice = fields.value("tools", []), fields.values.get("tool_choice", "auto")
+    is_parallel, names = fields.flag("parallel_tool_calls", True), list[str]()
     for tool in tools:
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         name = function.get("name") if isinstance(function, dict) else None
         if not isinstance(function, dict) or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            problem = (
-                f"has {_abbreviate(tool)}; only functions with a name of ASCII letters, digits and ._:/- are supported"
-            )
-            raise _field_error("tools", problem)
+            raise _field_error("tools", f"has {_abbreviate(tool)}; it must be a function named with a-z, 0-9 and _-.:/")
         parameters = function.get("parameters") or {}
         if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
             raise _field_error("tools", f"has {name}, whose parameters are not the schema of an object")
         if name in names:
             raise _field_error("tools", f"has {name} twice")
         names.append(name)
-    named = choice["function"] if isinstance(choice, dict) and choice.get("type") == "function" else None
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     chosen_name = named.get("name") if isinstance(named, dict) else None
-    if choice not in (None, "none", "auto", "required") and chosen_name not in names:
+    if choice not in (("none", "auto", "required") if tools else ("none", "auto")) and chosen_name not in names:
         what = f"none, auto, required, or one of the {len(tools)} functions in tools"
         raise _field_error("tool_choice", f"is {_abbreviate(choice)}; it must be {what}")
-    if choice == "required" and not tools:
-        raise _field_error("tool_choice", "is required, but there are no tools")
     if not tools or choice == "none":
         return None
     specs = _clean_object("tools", {"tools": tools})["tools"]
-    return Tools(specs, [str(chosen_name)] if named else names, choice not in (None, "auto"), is_parallel)
+    return Tools(specs, [str(chosen_name)] if named else names, choice != "auto", is_parallel)
 
 
 _RESERVED_VARIABLES = (
