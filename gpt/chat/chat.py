@@ -35,6 +35,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]  # Role, content and other keys that templates read.
 Variables = Mapping[str, Any]  # Further variables of a template.
+Tools = Sequence[Mapping[str, Any]]  # Descriptions of functions, as in OpenAI's API.
 NO_VARIABLES: Variables = types.MappingProxyType({})
 Span = tuple[int, int]  # Start and end, in characters.
 
@@ -52,17 +53,18 @@ def render(
     answer: bool = True,
     open_end: bool = False,
     variables: Variables = NO_VARIABLES,
+    tools: Tools | None = None,
 ) -> str:
     """Returns the text of a conversation, like Transformers' ``apply_chat_template``.
 
     ``answer`` adds the start of an answer (``add_generation_prompt``). ``open_end`` stops after the last message's
-    content (``continue_final_message``). The template can read ``variables``. Only one call runs at a time. Raises
-    `UserError` if the template is missing, rejects the conversation, takes too long or renders nothing.
+    content (``continue_final_message``). The template can read ``variables`` and ``tools``. Only one call runs at a
+    time. Raises `UserError` if the template is missing, rejects the conversation, takes too long or renders nothing.
     """
     if open_end:
         *earlier, last = messages
         messages = [*earlier, {**last, "content": last["content"] + _CONTINUE_TAG}]
-    text = _render_parts(tokenizer, messages, [(len(messages), answer)], variables)[0][0]
+    text = _render_parts(tokenizer, messages, [(len(messages), answer)], variables, tools)[0][0]
     if open_end:
         text = _cut_at_tag(text, last["content"])
     if not text:
@@ -231,6 +233,7 @@ def _render_parts(
     messages: Sequence[Message],
     parts: Sequence[tuple[int, bool]],
     variables: Variables,
+    tools: Tools | None = None,
 ) -> tuple[list[str], list[Span]]:
     """Returns the text of each part, and the spans of the last text. A part is the number of messages to render, and
     whether to start an answer after them."""
@@ -244,7 +247,7 @@ def _render_parts(
     # "developer" is OpenAI's name for the system role. Most models never saw it in training.
     role_names = {} if "developer" in tokenizer.chat_template else {"developer": "system"}
     renamed_messages = [{**message, "role": role_names.get(message["role"], message["role"])} for message in messages]
-    request = {"messages": renamed_messages, "parts": parts, "variables": dict(variables)}
+    request = {"messages": renamed_messages, "tools": tools, "parts": parts, "variables": dict(variables)}
     reply = renderer.ask(request)
     return reply["texts"], [(start, end) for start, end in reply["spans"]]
 

@@ -5,11 +5,11 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,10 @@ MAX_UNCHECKED = 2**12  # Maximum characters of a grammar that needs no check in 
 MAX_REFERENCES = 16  # Maximum references in such a grammar. Nested ones multiply.
 SECONDS = 5.0  # Time limit of this check.
 CACHE_SIZE = 16
+THINK, END_THINK = "<think>", "</think>"
+Thinking = Literal["", "optional", "open"]  # Whether a text can start with reasoning. "open" means that it does.
+_THINK_RULES = "\nthink: end_think SPACE?\nend_think[lazy]: /(.|\\n)*<\\/think>/\nSPACE: /\\s+/"
+_REASONING = {"": ("", ""), "optional": (f'("{THINK}" think)? ', _THINK_RULES), "open": ("think ", _THINK_RULES)}
 
 
 class Constraint:
@@ -71,27 +75,32 @@ class Constraint:
 class ConstraintCache:
     """Compiles constraints for a model's vocabulary, with an LRU cache."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, marks: Collection[str] = ()) -> None:
+        """``marks`` are the special tokens that grammars have as text."""
+        self._tokenizer, self._marks = tokenizer, {THINK, END_THINK, *marks}
         self._compiled = functools.lru_cache(CACHE_SIZE)(self._compile)
 
-    def find(self, config: SampleConfig) -> Constraint | None:
-        """Returns the constraint of ``config``, or None. Raises `UserError` if it is invalid or unsatisfiable."""
-        if config.constraint is None:
+    def find(self, config: SampleConfig, tools: str = "", thinking: Thinking = "") -> Constraint | None:
+        """Returns the constraint of ``config``, or None. The grammar of ``tools`` takes its place, and reasoning can
+        come before the text. Raises `UserError` if it is invalid or unsatisfiable."""
+        name, value = ("tools", tools) if tools else config.constraint or ("", "")
+        if not name:
             return None
-        name, value = config.constraint
         text = "".join(value)
         check_text(name, text)
         if len(text) > MAX_LENGTH:
             raise UserError(f"{name} has {len(text):,} characters, which is too long", f"the limit is {MAX_LENGTH:,}")
-        return self._compiled(name, value)
+        return self._compiled(name, value, thinking)
 
-    def _compile(self, name: str, value: str | tuple[str, ...]) -> Constraint:
+    def _compile(self, name: str, value: str | tuple[str, ...], thinking: Thinking) -> Constraint:
         vocabulary = self._vocabulary
         from llguidance import LLMatcher, LLParserLimits
 
         # The model chooses the tokens of forced text, so llguidance needs no tokenizer.
-        grammar = f'%llguidance {{"no_forcing": true}}\nstart: {_grammar(name, value)}'
+        before, rules = _REASONING[thinking]
+        grammar = f'%llguidance {{"no_forcing": true}}\nstart: {before}text\ntext: {_grammar(name, value)}{rules}'
+        if name in ("json_schema", "tools") and _sum_multiples(grammar) > MAX_MULTIPLES:
+            raise UserError(f"{name}: multipleOf is too large", f"all of them together: up to {MAX_MULTIPLES:,}")
         if len(grammar) > MAX_UNCHECKED or grammar.count('"$ref"') > MAX_REFERENCES:
             _check(name, grammar)
         limits = LLParserLimits(max_lexer_states=MAX_STATES, verbose_errors=False)
@@ -108,10 +117,11 @@ class ConstraintCache:
         except ModuleNotFoundError:
             raise UserError("structured output needs the package llguidance", install_extra("structured")) from None
         tokenizer = self._tokenizer
+        specials = (id for word, id in tokenizer.all_specials.items() if word not in self._marks)
         wrapper = SimpleNamespace(
             is_tokenizer_wrapper=True,
             tokens=[tokenizer.decode_bytes([id]) for id in range(tokenizer.usable)],
-            special_token_ids=sorted({*tokenizer.all_specials.values(), *tokenizer.opening, *tokenizer.ends}),
+            special_token_ids=sorted({*specials, *tokenizer.opening, *tokenizer.ends}),
             eos_token_id=tokenizer.eot,
             bos_token_id=None,
         )
@@ -147,6 +157,8 @@ def _grammar(name: str, value: str | tuple[str, ...]) -> str:
 
     if isinstance(value, tuple):
         return "CHOICE\nCHOICE: " + " | ".join(map(json.dumps, value))
+    if name == "tools":
+        return value
     if name == "regex":
         return f"/{regex_to_lark(value, use_ascii='d')}/"  # \d matches only 0-9, as programs expect.
     try:
@@ -156,10 +168,7 @@ def _grammar(name: str, value: str | tuple[str, ...]) -> str:
     if not isinstance(schema, dict):
         raise UserError(f"{name} is not a JSON object", 'such as {"type": "object"}')
     schema.setdefault("x-guidance", {"whitespace_flexible": False})
-    text = json.dumps(schema)
-    if _sum_multiples(text) > MAX_MULTIPLES:
-        raise UserError(f"{name}: multipleOf is too large", f"all of them together: up to {MAX_MULTIPLES:,}")
-    return f"%json {text}"
+    return f"%json {json.dumps(schema)}"
 
 
 def _sum_multiples(schema: str) -> Decimal:

@@ -9,6 +9,12 @@ from gpt.decoding.sequence import Update
 from gpt.tokenizers.tokenizer import Tokenizer
 
 
+def find_overlap(text: str, stops: Sequence[str]) -> int:
+    """Returns the length of the longest end of ``text`` that starts a stop string."""
+    longest = min(len(text), max(map(len, stops), default=0))
+    return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)
+
+
 class TextStream:
     """Decodes ids up to the first stop string. Holds back text that could start a stop string. Invalid bytes become
     U+FFFD."""
@@ -38,9 +44,7 @@ class TextStream:
         if matches:  # The stop string that ends first. If several end together, the longest wins.
             self.stopped, self._held_back = True, ""
             return text[: min(matches)[1]]
-        # The longest end of the text that starts a stop string.
-        ends = (n for n in range(len(text), 0, -1) if any(stop.startswith(text[-n:]) for stop in self._stops))
-        overlap = next(ends, 0)
+        overlap = find_overlap(text, self._stops)
         self._held_back = text[len(text) - overlap :]
         return text[: len(text) - overlap]
 

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from gpt.chat.tool_calls import AnswerParser, CallFormat, find_format
 from gpt.config.serve import ServeConfig
 from gpt.decoding.constraint import Constraint, ConstraintCache
 from gpt.decoding.engine import Request as EngineRequest
@@ -54,7 +55,12 @@ class Service:
     @cached_property
     def constraints(self) -> ConstraintCache:
         """The compiled constraints of structured output."""
-        return ConstraintCache(self.tokenizer)
+        return ConstraintCache(self.tokenizer, [self.call_format.trigger])
+
+    @cached_property
+    def call_format(self) -> CallFormat:
+        """How the model writes tool calls."""
+        return find_format(self.tokenizer)
 
 
 class Answer:
@@ -73,12 +79,14 @@ class Answer:
         self._tickets: list[Ticket] = []
         seed = secrets.randbits(63) if generation.seed is None else generation.seed
         config = generation.config
-        for number, (prompt, index) in enumerate(itertools.product(prompts, range(generation.best_of))):
+        for number, (prompt, index) in enumerate(itertools.product(prompts, range(generation.n))):
             deliver = lambda update, number=number: self._events.put_nowait((number, update))
             request = EngineRequest(
                 prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=self.id
             )
             self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
+            if generation.thinking or generation.call_format:
+                self.choices[-1].parser = AnswerParser(generation.thinking, generation.call_format)
             self._tickets.append(Ticket(request, deliver))
 
     def begin(self) -> None:
@@ -132,26 +140,18 @@ class Answer:
             yield index, delta
             await asyncio.sleep(0)  # `get` on a non-empty queue doesn't yield to other tasks.
 
-    def best(self) -> list[int]:
-        """Returns the indices of the ``n`` choices per prompt with the highest mean log-probability."""
-        generation, indices = self.generation, list[int]()
-        builders = [choice.builder for choice in self.choices]
-        sort_key = lambda index: -builders[index].logprob / max(1, len(builders[index].tokens))
-        for start in range(0, len(self.choices), generation.best_of):
-            candidates = range(start, start + generation.best_of)
-            ranking = sorted(candidates, key=sort_key)
-            indices += ranking[: generation.n] if generation.best_of > generation.n else candidates
-        return indices
-
     def usage(self) -> dict[str, Any]:
         """Returns token counts. Prompts and prefix cache hits count once, not per choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        cached = sum(choice.cached for choice in self.choices[:: self.generation.best_of])
+        cached = sum(choice.cached for choice in self.choices[:: self.generation.n])
         generated = sum(len(choice.builder.tokens) for choice in self.choices)
-        return {
+        usage = {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
             "prompt_tokens_details": {"cached_tokens": cached},
         }  # fmt: skip
+        if reasoning_tokens := sum(choice.reasoning_tokens for choice in self.choices):
+            usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
+        return usage
 
 
 class Form:
@@ -169,8 +169,8 @@ class Form:
     def whole(self, answer: Answer) -> bytes:
         """Returns a complete response. Encodes choices one by one, because the JSON encoder holds the GIL."""
         choices = []
-        for index, choice_index in enumerate(answer.best()):
-            delta = answer.choices[choice_index].whole
+        for index, choice in enumerate(answer.choices):
+            delta = choice.whole
             choices.append(to_json({"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}))
         head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
         return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"
@@ -215,9 +215,12 @@ class ChatForm(Form):
     def _choice(self, answer: Answer, delta: Delta) -> dict[str, Any]:
         has_logprobs = answer.generation.config.logprobs is not None
         logprobs = chat_logprobs(answer.service.tokenizer, delta.tokens) if has_logprobs else None
+        parts = {"content": delta.text, "reasoning_content": delta.reasoning, "tool_calls": delta.calls}
+        present = {key: value for key, value in parts.items() if value}
         if answer.generation.stream:
-            return {"delta": {"content": delta.text}, "logprobs": logprobs}
-        return {"message": {"role": "assistant", "content": delta.text, "refusal": None}, "logprobs": logprobs}
+            return {"delta": present or {"content": ""}, "logprobs": logprobs}
+        message = {"role": "assistant", "content": None if delta.calls else "", "refusal": None, **present}
+        return {"message": message, "logprobs": logprobs}
 
     def first(self, answer: Answer) -> list[dict[str, Any]]:
         """Returns a chunk with the role for each choice."""
@@ -265,7 +268,7 @@ class Stream(Response):
                 yield b": keep-alive\n\n"
             elif len(update[1].tokens) > MAX_TOKENS_IN_LOOP:
                 yield await asyncio.to_thread(lambda chunk: _to_event(form.chunk(answer, *chunk)), update)
-            elif update[1].text or update[1].tokens or update[1].reason:
+            elif update[1] != Delta():
                 yield _to_event(form.chunk(answer, *update))
         if answer.generation.include_usage:
             yield _to_event(form.usage_chunk(answer))

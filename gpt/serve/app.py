@@ -14,7 +14,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gpt.chat import chat
+from gpt.chat import chat, tool_calls
+from gpt.decoding.constraint import END_THINK, Thinking
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
@@ -181,7 +182,7 @@ class Server:
             if text is not None:
                 raise ApiError(400, "prompt and messages cannot be combined; send one of them", "prompt")
             chat_prompt = await self._in_thread(request, lambda: read_chat_prompt(values))
-            ids = await self._encode(request, await self._render(request, chat_prompt))
+            ids = await self._encode(request, (await self._render(request, chat_prompt))[0])
         elif isinstance(text, str):
             adds_bos = values.get("add_special_tokens") is not False
             ids = await self._in_thread(request, lambda: self._to_ids(clean(text), adds_bos))
@@ -260,7 +261,7 @@ class Server:
         limit, defaults = self.service.limit_tokens, self.service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         self._check_model(values)
-        text = await self._render(request, chat_prompt)
+        text, parts = await self._render(request, chat_prompt)
         self._check_length(text, "messages")
         ids = await self._encode(request, text)
         prompt, free_positions = self._prompt(ids, "messages"), self.service.context_length - len(ids)
@@ -268,20 +269,31 @@ class Server:
             raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
-        generation = replace(
-            generation, config=replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
-        )
+        config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
+        generation = replace(generation, config=config, **parts)
         return await self._generate(request, [prompt], generation, ChatForm())
 
-    async def _render(self, request: Request, chat_prompt: ChatPrompt) -> str:
-        """Renders a conversation with the chat template."""
-        tokenizer = self.service.tokenizer
+    async def _render(self, request: Request, chat_prompt: ChatPrompt) -> tuple[str, dict[str, Any]]:
+        """Renders a conversation with the chat template. Also returns the fields of `Generation` that depend on it."""
+        tokenizer, messages, tools = self.service.tokenizer, chat_prompt.messages, chat_prompt.tools
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
 
-        def render() -> str:
+        def render() -> tuple[str, dict[str, Any]]:
+            has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+            call_format = self.service.call_format if tools or has_calls else None
+            is_plain = call_format is not None and not call_format.in_template
             options = {"answer": chat_prompt.answer, "open_end": chat_prompt.open_end}
-            return chat.render(tokenizer, chat_prompt.messages, **options, variables=chat_prompt.variables)
+            specs = tools.specs if tools and not is_plain else None
+            shown = tool_calls.as_plain_text(messages, tools) if is_plain else messages
+            text = chat.render(tokenizer, shown, **options, variables=chat_prompt.variables, tools=specs)
+            thinking: Thinking = "" if chat_prompt.open_end else tool_calls.find_thinking(tokenizer, text)
+            if thinking == "open" and not chat_prompt.thinks:  # The template cannot turn reasoning off.
+                text, thinking = f"{text}\n{END_THINK}\n\n", ""
+            parts: dict[str, Any] = {"thinking": thinking}
+            if tools and call_format:
+                parts |= {"call_format": call_format, "tools_grammar": call_format.grammar(tools, thinking)}
+            return text, parts
 
         return await self._in_thread(request, render, lane="chat")
 
@@ -322,10 +334,12 @@ class Server:
     async def _generate(self, request: Request, prompts: list[Prompt], generation: Generation, form: Form) -> Response:
         self._check_size(prompts, generation)
         constraint = None
-        if generation.config.constraint is not None:
+        if generation.constrained_by is not None:
             try:
-                find_constraint = partial(self.service.constraints.find, generation.config)
-                size = sum(map(len, generation.config.constraint[1]))
+                find_constraint = partial(
+                    self.service.constraints.find, generation.config, generation.tools_grammar, generation.thinking
+                )
+                size = sum(map(len, generation.tools_grammar or (generation.config.constraint or ("", ""))[1]))
                 lane = "constraint" if size <= SMALL_CONSTRAINT else "large constraint"
                 constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
@@ -353,7 +367,7 @@ class Server:
         if any(id >= vocab_size for id, _ in generation.bias):
             raise ApiError(400, f"logit_bias has an id that is not below {vocab_size:,}", "logit_bias")
         longest = max(len(prompt.ids) for prompt in prompts)
-        texts = len(prompts) * generation.best_of
+        texts = len(prompts) * generation.n
         if texts > MAX_TEXTS:
             raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MAX_TEXTS:,}", "n")
         tokens = texts * (config.max_tokens + (longest if generation.echo else 0))

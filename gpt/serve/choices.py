@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gpt.chat.tool_calls import AnswerParser, Parts
 from gpt.config.sample import SampleConfig
 from gpt.decoding.engine import Update
 from gpt.decoding.logits import Token
@@ -31,23 +32,25 @@ def read_prompt(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> Prompt:
 
 
 @dataclass
-class Delta:
-    """New text of a choice, and its tokens with their offsets in the whole text."""
+class Delta(Parts):
+    """New parts of a choice, and its tokens with their offsets in the whole text."""
 
-    text: str = ""
     tokens: list[tuple[Token, int]] = field(default_factory=list)
     reason: str | None = None
 
 
 class Choice:
-    """A text built from engine updates. With ``echo``, it starts with the prompt."""
+    """A text built from engine updates. With ``echo``, it starts with the prompt. A ``parser`` separates reasoning and
+    tool calls from it."""
 
     def __init__(
         self, tokenizer: Tokenizer, config: SampleConfig, prompt: Prompt, echo: bool, stop_ids: Collection[int] = ()
     ) -> None:
         self.tokenizer, self.config, self.prompt = tokenizer, config, prompt
         self.echo = echo  # Whether the next text starts with the prompt.
+        self.parser: AnswerParser | None = None
         self.cached = 0  # Prompt ids from the prefix cache.
+        self.reasoning_tokens = 0
         self.whole = Delta()  # Everything so far.
         self.builder = TextBuilder(tokenizer, config, stop_ids)
         self._offsets = _Offsets(tokenizer)
@@ -67,7 +70,16 @@ class Choice:
                 for token in builder.tokens[count:]
             ]
         delta.reason = "stop" if builder.reason == "eot" else builder.reason
+        if self.parser is not None:
+            text, delta.text = delta.text, ""
+            self.parser.push(text, delta.reason is not None, delta)
+            if self.parser.is_thinking or delta.reasoning:
+                self.reasoning_tokens = len(builder.tokens)
+            if delta.reason == "stop" and self.parser.is_complete:
+                delta.reason = "tool_calls"
+            self.whole.calls = self.parser.calls
         self.whole.text += delta.text
+        self.whole.reasoning += delta.reasoning
         self.whole.tokens += delta.tokens
         self.whole.reason = delta.reason
         return delta

@@ -6,17 +6,21 @@ import re
 import reprlib
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt.chat.chat import reasoning
+from gpt.chat.tool_calls import CallFormat, Tools
 from gpt.config.sample import SampleConfig
+from gpt.decoding.constraint import Thinking
 from gpt.system.errors import UserError
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 128, 1024
 MAX_STOP_LENGTH = 1000  # Maximum characters of a stop string.
-MAX_VARIABLES_LENGTH, MAX_VARIABLES_DEPTH = 16_384, 16  # Maximum JSON characters and nesting of chat_template_kwargs.
+MAX_VARIABLES_LENGTH = 16_384  # Maximum JSON characters of chat_template_kwargs.
+MAX_DEPTH = 64  # Maximum nesting of what templates read.
 _SEED_LIMIT = 2**63
+_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _COMMAND_PATTERN = re.compile(r"--[a-z]|\bgpt [a-z]")
 
 
@@ -56,13 +60,15 @@ class Generation:
     config: SampleConfig
     seed: int | None  # None means a random seed.
     n: int
-    best_of: int
     bias: tuple[tuple[int, float], ...]
     stream: bool
     include_usage: bool
     echo: bool
     stop_ids: frozenset[int] = frozenset()
     constrained_by: str | None = None  # Name of the constraint's field in the request.
+    thinking: Thinking = ""  # Of a chat.
+    call_format: CallFormat | None = None  # If an answer can call tools.
+    tools_grammar: str = ""
     token_details: bool = False  # Adds token ids and bytes to completions.
 
 
@@ -70,10 +76,12 @@ class Generation:
 class ChatPrompt:
     """Messages and the settings for rendering them."""
 
-    messages: Sequence[Mapping[str, str]]
+    messages: Sequence[Mapping[str, Any]]
     answer: bool  # Whether the template starts an answer.
     open_end: bool  # Whether to continue the last message.
     variables: Mapping[str, Any]  # Template variables.
+    tools: Tools | None = None
+    thinks: bool = True  # Whether the model may reason first.
 
 
 def read_json(body: bytes) -> dict[str, Any]:
@@ -136,8 +144,6 @@ class _Fields:
         """Raises `ApiError` for unsupported fields, unless their values are ``neutral``."""
         for name, allowed in neutral.items():
             if name in self.values and self.values[name] not in allowed:
-                if name in _TOOL_FIELDS:
-                    raise ApiError(400, f"tools are not supported yet; leave {name} out", name)
                 raise _field_error(name, "is not supported by this server; leave it out")
 
 
@@ -149,7 +155,6 @@ def _abbreviate(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
-_TOOL_FIELDS = ("tools", "tool_choice", "functions", "function_call")
 ALIASES = {  # Field names of llama.cpp's server, Transformers and vLLM.
     "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
     "no_repeat_ngram_size": "no_repeat_ngram", "guided_choice": "choices", "guided_regex": "regex",
@@ -160,36 +165,33 @@ ANY_OBJECT = {"type": "object"}
 # change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
-    "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
-    "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
+    "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
+    "best_of": (1,),
     # llama.cpp
     "typical_p": (1,), "top_n_sigma": (-1, 0), "dynatemp_range": (0,), "xtc_probability": (0,), "mirostat": (0,),
     "dry_multiplier": (0,), "adaptive_target": (-1,), "tfs_z": (1,), "min_keep": (0,), "samplers": (),
     "grammar": ("",), "lora": ([],), "n_keep": (0,), "n_discard": (0,), "n_indent": (0,),
     "t_max_predict_ms": (0, -1), "n_probs": (0,), "post_sampling_probs": (False,), "return_tokens": (False,),
-    "response_fields": ([],), "reasoning_format": ("none", "auto"), "thinking_budget_tokens": (-1,),
+    "response_fields": ([],), "reasoning_format": ("auto", "deepseek"), "thinking_budget_tokens": (-1,),
     # vLLM
     "use_beam_search": (False,), "include_stop_str_in_output": (False,), "truncate_prompt_tokens": (-1,),
     "prompt_logprobs": (), "prompt_embeds": (), "allowed_token_ids": ([],), "bad_words": ([],),
     "guided_grammar": ("",), "structured_outputs": ({},),
     "structural_tag": ("",), "logits_processors": ([],), "vllm_xargs": ({},), "detokenize": (True,),
     "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "documents": ([],), "chat_template": ("",),
-    "thinking_token_budget": (),
+    "thinking_token_budget": (), "include_reasoning": (True,),
 }  # fmt: skip
-REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (True,)}
-REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,), "best_of": (1,)}
+REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {
+    "add_special_tokens": (True,), "tools": ([],), "tool_choice": ("none", "auto"),
+}  # fmt: skip
+REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,)}
 
 
 def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
     """Reads the settings of a request. ``default_tokens`` applies if the request sets no token limit."""
     n = fields.count("n", 1, 1, MAX_CHOICES)
-    best_of = n if chat else fields.count("best_of", n, 1, MAX_CHOICES)
     stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
-    if best_of < n:
-        raise _field_error("best_of", f"is {best_of} and n is {n}; best_of must be at least n")
-    if stream and best_of > n:
-        raise _field_error("best_of", "cannot exceed n in a stream, which sends texts before they can be compared")
     if chat:
         logprobs = fields.count("top_logprobs", 0, 0, MAX_LOGPROBS) if fields.flag("logprobs") else None
         if logprobs is None and fields.values.get("top_logprobs"):
@@ -233,7 +235,6 @@ def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: boo
         config=config,
         seed=None if seed == -1 else seed,  # llama.cpp clients send -1 for a random seed.
         n=n,
-        best_of=best_of,
         bias=_read_bias(fields.value("logit_bias", {})),
         stream=stream,
         include_usage=stream and bool(include_usage),
@@ -346,12 +347,16 @@ def _is_text(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-_TOOL_CALL_KEYS = ("tool_calls", "function_call")
-
-
 def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> tuple[ChatPrompt, Generation]:
     """Reads a request of ``/v1/chat/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
-    return read_chat_prompt(values), _read_generation(_Fields(values, defaults), limit, limit, chat=True)
+    chat_prompt, fields = read_chat_prompt(values), _Fields(values, defaults)
+    generation = _read_generation(fields, limit, limit, chat=True)
+    if chat_prompt.tools:
+        conflict = "ignore_eos" if generation.config.ignore_eot else generation.constrained_by
+        if conflict is not None:
+            raise _field_error(conflict, "cannot be combined with tools")
+        generation = replace(generation, constrained_by="tools")
+    return chat_prompt, generation
 
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
@@ -361,36 +366,87 @@ def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
         raise _field_error("messages", "must be a list of at least one message")
-    chat_messages = []
-    for message in messages:
-        role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-        if role in ("tool", "function") or (isinstance(message, dict) and any(map(message.get, _TOOL_CALL_KEYS))):
-            raise _field_error("messages", "has a tool call or tool result; tools are not supported yet")
-        if role == "assistant" and content is None:  # Clients send refusals and empty answers back like this.
-            content = message.get("refusal") or ""
-        if isinstance(content, list):  # Content parts; only text is supported.
-            texts = [part["text"] for part in content if _is_text(part)]
-            other_type = next(
-                (part.get("type", "text") for part in content if isinstance(part, dict) and not _is_text(part)), "text"
-            )
-            if other_type != "text":
-                raise _field_error(
-                    "messages", f"has a part of type {_abbreviate(other_type)}; only parts of type text are supported"
-                )
-            content = "".join(texts) if len(texts) == len(content) else None
-        if not isinstance(role, str) or not isinstance(content, str):
-            raise _field_error(
-                "messages", f"has {_abbreviate(message)}; a message needs a role and a content, both strings"
-            )
-        text_fields = {"role": role, "content": content, "name": message.get("name"), **reasoning(message)}
-        chat_messages.append({key: clean(text) for key, text in text_fields.items() if isinstance(text, str)})
+    chat_messages = [_read_message(message) for message in messages]
     open_end = fields.flag("continue_final_message")
     answer = fields.flag("add_generation_prompt", not open_end)
     if open_end and answer:
         raise _field_error(
             "continue_final_message", "continues the last message, so add_generation_prompt must be false"
         )
-    return ChatPrompt(chat_messages, answer, open_end, _read_variables(fields))
+    variables, thinks = _read_variables(fields), "reasoning_effort" not in fields.values
+    if not thinks:
+        variables = {"enable_thinking": False, **variables}
+    return ChatPrompt(chat_messages, answer, open_end, variables, _read_tools(fields), thinks)
+
+
+def _read_message(message: Any) -> dict[str, Any]:
+    """Reads a message for a chat template."""
+    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
+    if role == "assistant" and content is None:  # Clients send refusals, calls and empty answers back like this.
+        content = message.get("refusal") or ""
+    if isinstance(content, list):  # Content parts; only text is supported.
+        texts = [part["text"] for part in content if _is_text(part)]
+        other_type = next(
+            (part.get("type", "text") for part in content if isinstance(part, dict) and not _is_text(part)), "text"
+        )
+        if other_type != "text":
+            raise _field_error(
+                "messages", f"has a part of type {_abbreviate(other_type)}; only parts of type text are supported"
+            )
+        content = "".join(texts) if len(texts) == len(content) else None
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise _field_error(
+            "messages", f"has {_abbreviate(message)}; a message needs a role and a content, both strings"
+        )
+    if role == "function" or message.get("function_call"):
+        raise _field_error("messages", "has a function call of OpenAI's old form; send tool_calls and role tool")
+    text_fields = {"role": role, "content": content, **reasoning(message)}
+    text_fields |= {key: message.get(key) for key in ("name", "tool_call_id")}
+    values: dict[str, Any] = {key: clean(text) for key, text in text_fields.items() if isinstance(text, str)}
+    if calls := message.get("tool_calls"):
+        values["tool_calls"] = [_read_call(call) for call in (calls if isinstance(calls, list) else [calls])]
+    return values
+
+
+def _read_call(call: Any) -> dict[str, Any]:
+    """Reads a call in an assistant message. Chat templates read its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    try:
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        problem = f"has the call {_abbreviate(call)}; it needs a function with a name, and arguments that are an object"
+        raise _field_error("messages", problem)
+    function = _clean_object("messages", {"name": name, "arguments": arguments})
+    return {"id": clean(str(call.get("id", ""))), "type": "function", "function": function}
+
+
+def _read_tools(fields: _Fields) -> Tools | None:
+    """Returns the functions that the answer can call, or None."""
+    tools, choice = fields.value("tools", []), fields.values.get("tool_choice", "auto")
+    is_parallel, names = fields.flag("parallel_tool_calls", True), list[str]()
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise _field_error("tools", f"has {_abbreviate(tool)}; it must be a function named with a-z, 0-9 and _-.:/")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise _field_error("tools", f"has {name}, whose parameters are not the schema of an object")
+        if name in names:
+            raise _field_error("tools", f"has {name} twice")
+        names.append(name)
+    named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    chosen_name = named.get("name") if isinstance(named, dict) else None
+    if choice not in (("none", "auto", "required") if tools else ("none", "auto")) and chosen_name not in names:
+        what = f"none, auto, required, or one of the {len(tools)} functions in tools"
+        raise _field_error("tool_choice", f"is {_abbreviate(choice)}; it must be {what}")
+    if not tools or choice == "none":
+        return None
+    specs = _clean_object("tools", {"tools": tools})["tools"]
+    return Tools(specs, [str(chosen_name)] if named else names, choice != "auto", is_parallel)
 
 
 _RESERVED_VARIABLES = (
@@ -405,19 +461,24 @@ def _read_variables(fields: _Fields) -> Mapping[str, Any]:
     values = fields.value(name, {})
     if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send this variable as a top-level field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
-    level = [values]
-    for _ in range(MAX_VARIABLES_DEPTH):
+    cleaned = _clean_object(name, values)
+    if (length := len(json.dumps(values, ensure_ascii=False))) > MAX_VARIABLES_LENGTH:
+        raise _field_error(name, f"has {length:,} characters; the limit is {MAX_VARIABLES_LENGTH:,}")
+    for key in values:
+        if key in _RESERVED_VARIABLES or key.endswith("_token"):
+            raise _field_error(name, f"has {_abbreviate(key)}, which the server sets itself")
+    return cleaned
+
+
+def _clean_object(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns a copy without unpaired surrogates. Raises `ApiError` if a template could not print it."""
+    level: list[Any] = [values]
+    for _ in range(MAX_DEPTH):
         level = [
             part for container in level for part in (container.values() if isinstance(container, dict) else container)
         ]
         level = [part for part in level if isinstance(part, (dict, list))]
     if level:
-        raise _field_error(name, f"is nested more than {MAX_VARIABLES_DEPTH} deep")
-    encoded = json.dumps(values, ensure_ascii=False)
-    if len(encoded) > MAX_VARIABLES_LENGTH:
-        raise _field_error(name, f"has {len(encoded):,} characters; the limit is {MAX_VARIABLES_LENGTH:,}")
-    for key in values:
-        if key in _RESERVED_VARIABLES or key.endswith("_token"):
-            raise _field_error(name, f"has {_abbreviate(key)}, which the server sets itself")
-    cleaned: dict[str, Any] = json.loads(clean(encoded))
+        raise _field_error(name, f"is nested more than {MAX_DEPTH} deep")
+    cleaned: dict[str, Any] = json.loads(clean(json.dumps(values, ensure_ascii=False)))
     return cleaned

@@ -187,19 +187,6 @@ def test_sampling_defaults_apply_to_missing_fields(model: LanguageModel) -> None
             assert answer["choices"][0]["text"] == sample(model, seed=1, **{**defaults, **settings}).text
 
 
-def test_best_of_returns_the_most_likely_choices(server: Served, model: LanguageModel) -> None:
-    """Choices are ordered by mean log-probability; usage counts all candidates."""
-    candidates = [sample(model, index=index) for index in range(6)]
-    mean = {
-        candidate.text: candidate.logprob / (len(candidate.tokens) + (candidate.finish_reason == "eot"))
-        for candidate in candidates
-    }
-    answer = server.ask(prompt=PROMPT, seed=0, n=2, best_of=6)
-    assert [choice["text"] for choice in answer["choices"]] == sorted(mean, key=lambda text: -mean[text])[:2]
-    total_tokens = sum(len(candidate.tokens) + (candidate.finish_reason == "eot") for candidate in candidates)
-    assert answer["usage"]["completion_tokens"] == total_tokens
-
-
 @pytest.mark.parametrize("count, max_tokens, echo", [(5, 12, False), (5, 12, True), (1, 0, True), (0, 1, False)])
 def test_logprobs_equal_gpt_sample(
     server: Served, model: LanguageModel, count: int, max_tokens: int, echo: bool
@@ -374,7 +361,7 @@ DEEP_LIST = json.loads("[" * 900 + "]" * 900)
         ("prompt", 5), ("prompt", []), ("prompt", [[]]), ("prompt", [True]), ("prompt", [1, "a"]), ("prompt", [400]),
         ("prompt", [2**70]), ("prompt", DEEP_LIST), ("prompt", ["a"] * 129), ("prompt", "ab " * 3000), ("max_tokens", "5"),
         ("max_tokens", -2), ("max_tokens", 1.5), ("max_tokens", True), ("max_tokens", 10**300), ("temperature", 101),
-        ("temperature", [1]), ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 129), ("best_of", 129),
+        ("temperature", [1]), ("top_p", 1.1), ("top_k", -2), ("min_p", 2), ("n", 0), ("n", 129),
         ("stop", {}), ("stop", [1]), ("stop", ["a"] * 257), ("stop", "a" * 1001), ("seed", 1.5), ("seed", 2**63),
         ("echo", 1), ("logprobs", 21), ("logit_bias", [1]), ("logit_bias", {"400": 1}), ("logit_bias", {"1": 101}),
         ("logit_bias", {"1": "x"}), ("logit_bias", {"²": 1}), ("presence_penalty", 2.1), ("frequency_penalty", -2.1),
@@ -394,8 +381,6 @@ def test_invalid_value_error_names_the_field(server: Served, field: str, value: 
 def test_contradictory_fields_are_an_error(server: Served) -> None:
     assert server.refuse(max_tokens=1)["param"] == "prompt"
     assert server.refuse(prompt=None)["param"] == "prompt"
-    assert server.refuse(prompt="a", n=3, best_of=2)["param"] == "best_of"
-    assert server.refuse(prompt="a", stream=True, best_of=2)["param"] == "best_of"
     assert server.refuse(prompt=["a"] * 128, n=9)["param"] == "n"
     assert server.refuse(prompt="a", n=128, max_tokens=4096, logprobs=20)["param"] == "max_tokens"
     assert server.refuse(prompt="a", model="gpt-4", status=404)["code"] == "model_not_found"
@@ -816,16 +801,6 @@ def test_null_content_of_an_assistant_is_its_refusal(chat: Served) -> None:
         assert texts[0] == texts[1] == texts[2]
     assert chat.refuse("/tokenize", messages=[{"role": "user", "content": None}])["param"] == "messages"
     assert chat.refuse("/tokenize", messages=[{"role": "assistant", "refusal": 5}])["param"] == "messages"
-
-
-def test_tools_are_not_supported(chat: Served) -> None:
-    for body in (
-        {"tools": [{"type": "function"}]},
-        {"messages": [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]},
-        {"messages": [*CHAT, {"role": "tool", "content": "5", "tool_call_id": "1"}]},
-    ):
-        error = chat.refuse("/v1/chat/completions", **{"messages": CHAT, **body})
-        assert "tools are not supported yet" in error["message"]
 
 
 def test_chat_longer_than_the_context_is_an_error(chat: Served) -> None:

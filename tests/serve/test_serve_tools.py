@@ -1,0 +1,451 @@
+"""Tool calls and reasoning in `gpt serve`."""
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import vocabularies
+from models import loud, save
+from serving import Served, load, request, served
+
+from gpt.api import LanguageModel
+from gpt.chat import chat, tool_calls
+from gpt.chat.tool_calls import PLAIN, AnswerParser, CallFormat, Parts, Tools
+from gpt.config.model import GPTConfig
+from gpt.config.sample import SampleConfig
+from gpt.decoding.constraint import Constraint, ConstraintCache, Thinking
+from gpt.tokenizers.finding import find_tokenizer
+from gpt.tokenizers.saving import add_specials
+from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
+
+# Short forms of the templates of Qwen 2.5, Qwen 3, Mistral 7B v0.3 and Llama 3
+QWEN = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\nUse <tool_call>.\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == "tool" %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>' + message.role }}{{- '\\n' + message.content if message.content }}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+QWEN3 = QWEN.replace(
+    "{{- '<|im_start|>' + message.role }}", "{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n' }}"
+)
+QWEN3 += "{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+MISTRAL = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {%- if message.role == "user" %}
+        {%- if tools %}{{- '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{%- endif %}
+        {{- '[INST] ' + message.content + '[/INST]' }}
+    {%- elif message.tool_calls %}
+        {{- '[TOOL_CALLS] [' }}
+        {%- for call in message.tool_calls %}
+            {%- if call.id | length != 9 %}{{- raise_exception('Tool call IDs must have length 9') }}{%- endif %}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}
+            {{- ', ' if not loop.last else ']' + eos_token }}
+        {%- endfor %}
+    {%- elif message.role == "tool" %}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content + ', "call_id": "' + message.tool_call_id + '"}' }}
+    {%- else %}{{- ' ' + message.content + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+LLAMA = """\
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {%- if 'tool_calls' in message %}
+        {%- if message.tool_calls | length != 1 %}{{- raise_exception('one call at once') }}{%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}' }}
+    {%- else %}
+        {%- if tools is not none and loop.first %}{{- tools | tojson(indent=4) }}{%- endif %}
+        {{- message.content | trim }}
+    {%- endif %}
+    {{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+NO_TOOLS = (
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+)
+R1 = NO_TOOLS.replace("a:{%", "a:<think>\n{%") + "{# </think> #}"
+BETWEEN = "\n</tool_call>\n<tool_call>\n"
+QWEN_FORMAT = CallFormat("<tool_call>\n", "\n</tool_call>", BETWEEN)
+MISTRAL_FORMAT = CallFormat("[TOOL_CALLS] [", "]", ", ")
+LLAMA_FORMAT = CallFormat("", "", None, "parameters")
+FORMATS = [
+    (QWEN, QWEN_FORMAT),
+    (QWEN3, QWEN_FORMAT),
+    (MISTRAL, MISTRAL_FORMAT),
+    (LLAMA, LLAMA_FORMAT),
+    (NO_TOOLS, PLAIN),
+]
+IDS = ["qwen", "qwen3", "mistral", "llama", "no tools"]
+
+ADD = {
+    "type": "object",
+    "properties": {"a": {"type": "integer", "maximum": 9}, "b": {"enum": ["ü", '"}']}},
+    "required": ["a"],
+}
+NOW = {"type": "function", "function": {"name": "now", "description": "The time"}}
+TOOLS = [{"type": "function", "function": {"name": "add", "description": "Adds", "parameters": ADD}}, NOW]
+CALLS = [
+    {"id": "call00001", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "ü"}}},
+    {"id": "call00002", "type": "function", "function": {"name": "now", "arguments": {}}},
+]
+QUESTION = {"role": "user", "content": "1 + 2?"}
+CHAT = "/v1/chat/completions"
+
+
+def with_template(tokenizer: Tokenizer, template: str) -> Tokenizer:
+    return replace(tokenizer, files={**tokenizer.files, CHAT_TEMPLATE: template.encode()})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
+    """A random model with a context that is long enough for tools."""
+    tokenizer = with_template(add_specials(bytes_tokenizer(), ["<|im_end|>"]), QWEN)
+    tokenizer = replace(tokenizer, more_ends=frozenset({257}))
+    model = loud(GPTConfig.of("modern", 258, 2048, 1, 2, 16))
+    return replace(load(save(tmp_path_factory.mktemp("model"), model, tokenizer)), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def server(model: LanguageModel) -> Iterator[Served]:
+    with served(model, chunk=256) as api:
+        yield api
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What constrained texts are, as far as their masks allow it: the first string of the list."""
+    script, compute_mask, take = [""], Constraint.compute_mask, Constraint.take
+    counts: dict[int, int] = {}
+
+    def compute_scripted_mask(self: Constraint, V: int) -> Any:
+        mask, ids = compute_mask(self, V), [*script[0].encode(), 256]
+        id = ids[min(counts.get(id_of(self), 0), len(ids) - 1)]
+        return np.arange(V) == id if mask[id] else mask
+
+    def count(self: Constraint, id: int) -> None:
+        counts[id_of(self)] = counts.get(id_of(self), 0) + 1
+        take(self, id)
+
+    def id_of(constraint: Constraint) -> int:
+        return constraint.__dict__.setdefault("test_id", len(counts))
+
+    monkeypatch.setattr(Constraint, "compute_mask", compute_scripted_mask)
+    monkeypatch.setattr(Constraint, "take", count)
+    return script
+
+
+@pytest.mark.parametrize("template, call_format", FORMATS, ids=IDS)
+def test_call_format_is_found_in_the_template(template: str, call_format: CallFormat) -> None:
+    tokenizer = bytes_tokenizer()
+    specials = {"<|im_end|>": 257, "<|eot_id|>": 258, "[TOOL_CALLS]": 259}
+    tokenizer = replace(tokenizer, specials=specials, more_ends=frozenset({257, 258}))
+    assert tool_calls.find_format(with_template(tokenizer, template)) == call_format
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("template, call_format", FORMATS, ids=IDS)
+def test_conversations_with_tools_render_as_in_transformers(
+    template: str, call_format: CallFormat, tmp_path: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    vocabularies.write("llama2", folder := tmp_path / "tokenizer")
+    (folder / CHAT_TEMPLATE).write_text(template, encoding="utf-8")
+    tokenizer, reference = find_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    results = [{"role": "tool", "content": "3", "tool_call_id": call["id"]} for call in CALLS]
+    for count in range(1 if call_format.between is None else 2):
+        answer = {"role": "assistant", "content": "", "tool_calls": CALLS[: count + 1]}
+        messages = [QUESTION, answer, *results[: count + 1], QUESTION]
+        expected = reference.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=True)
+        assert chat.render(tokenizer, messages, tools=TOOLS) == expected
+
+
+def test_tools_are_plain_text_for_templates_without_them() -> None:
+    answer = {"role": "assistant", "content": "Wait.", "tool_calls": CALLS}
+    results = [{"role": "tool", "content": text, "tool_call_id": "x"} for text in ("3", "noon")]
+    system, question, call, result = tool_calls.as_plain_text([QUESTION, answer, *results], Tools(TOOLS, ["add"]))
+    assert system["role"] == "system"
+    assert '{"name": "now", "description": "The time"}' in system["content"]
+    assert question == QUESTION
+    parts = Parts()
+    AnswerParser("", PLAIN).push(call["content"], True, parts)
+    assert parts.text == "Wait."
+    assert read_calls(parts.calls) == [("add", {"a": 1, "b": "ü"}), ("now", {})]
+    responses = ["<tool_response>\n3\n</tool_response>", "<tool_response>\nnoon\n</tool_response>"]
+    assert (result["role"], result["content"].split("\n<tool_response>")) == ("user", [responses[0], responses[1][15:]])
+    system, *_ = tool_calls.as_plain_text([{"role": "system", "content": "Be kind."}, QUESTION], Tools(TOOLS, ["add"]))
+    assert system["content"].startswith("Be kind.\n\nYou can call")
+
+
+def read_calls(deltas: list[Any]) -> list[tuple[str, Any]]:
+    """Returns names and arguments of streamed calls."""
+    calls: list[list[str]] = []
+    for delta in deltas:
+        if "id" in delta:
+            assert delta["index"] == len(calls)
+            assert (delta["type"], len(delta["id"])) == ("function", 9)
+            calls.append([delta["function"]["name"], ""])
+        calls[delta["index"]][1] += delta["function"]["arguments"]
+    return [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+ADD_CALL = '{"name": "add", "arguments": {"a": 1, "b": "\\"}"}}'
+NOW_CALL = '{"name": "now", "arguments": {}}'
+ANSWERS: list[tuple[CallFormat | None, Thinking, str, tuple[str, str, list[str]]]] = [
+    (QWEN_FORMAT, "", "Hi. {a} ", ("", "Hi. {a} ", [])),
+    (QWEN_FORMAT, "", f"<tool_call>\n{ADD_CALL}\n</tool_call>", ("", "", ["add"])),
+    (QWEN_FORMAT, "", f"So: <tool_call>\n{ADD_CALL}{BETWEEN}{NOW_CALL}\n</tool_call>", ("", "So:", ["add", "now"])),
+    (QWEN_FORMAT, "", f"```json\n{{\n  {ADD_CALL[1:]}", ("", "", ["add"])),
+    (QWEN_FORMAT, "", '{"a": 1}', ("", '{"a": 1}', [])),
+    (QWEN_FORMAT, "", "```\nx\n```", ("", "```\nx\n```", [])),
+    (QWEN_FORMAT, "open", f"So <tool_call>\n</think>\n\n<tool_call>\n{NOW_CALL}\n</tool_call>", ("So <tool_call>", "", ["now"])),
+    (QWEN_FORMAT, "optional", "<think>\nSo </think>\n\nHi.\n", ("So", "Hi.\n", [])),
+    (QWEN_FORMAT, "optional", "<thin", ("", "<thin", [])),
+    (None, "optional", "Hi <think>.", ("", "Hi <think>.", [])),
+    (None, "open", "So\n", ("So\n", "", [])),
+    (MISTRAL_FORMAT, "", f"[TOOL_CALLS] [{ADD_CALL}, {NOW_CALL}]", ("", "", ["add", "now"])),
+    (LLAMA_FORMAT, "", ADD_CALL.replace("arguments", "parameters"), ("", "", ["add"])),
+    (LLAMA_FORMAT, "", "A call: {", ("", "A call: {", [])),
+    (PLAIN, "", f"<tool_call>\n{ADD_CALL}\n</tool_call>", ("", "", ["add"])),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call_format, thinking, text, expected", ANSWERS, ids=lambda value: f"{value!s:.40}")
+def test_answer_is_parsed_and_allowed(
+    call_format: CallFormat | None, thinking: Thinking, text: str, expected: tuple[str, str, list[str]]
+) -> None:
+    """The pieces of a stream don't matter. The grammar allows the answers of models that follow it."""
+    rng = random.Random(0)
+    for _ in range(20):
+        parser, parts, rest = AnswerParser(thinking, call_format), Parts(), text
+        while rest:
+            piece, rest = rest[: (length := rng.choice((1, 2, 9, 99)))], rest[length:]
+            parser.push(piece, not rest, parts)
+        assert (parts.reasoning, parts.text, [name for name, _ in read_calls(parts.calls)]) == expected
+        assert parser.is_complete == bool(expected[2])
+    if call_format is not None:
+        allowed, ended = follow(call_format, text, thinking)
+        assert allowed == text
+        assert ended
+
+
+def follow(call_format: CallFormat, text: str, thinking: Thinking = "", **options: Any) -> tuple[str, bool]:
+    """Returns the part of a text that the grammar allows, and whether it then ends."""
+    grammar = call_format.grammar(Tools(TOOLS, ["add", "now"], **options), thinking)
+    constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(), grammar, thinking)
+    assert constraint is not None
+    constraint = constraint.copy()
+    for at, id in enumerate(text.encode()):
+        if not constraint.compute_mask(257)[id]:
+            return text.encode()[:at].decode(), constraint.ended
+        constraint.take(id)
+    return text, constraint.ended or bool(constraint.compute_mask(257)[256])
+
+
+@pytest.mark.parametrize(
+    "text, allowed, options",
+    [
+        ("A <tool_call> ", "A <tool_call>", {}), ('<tool_call>\n{"name": "no', '<tool_call>\n{"name": "no', {}),
+        ('<tool_call>\n{"name": "nope', '<tool_call>\n{"name": "no', {}), ('{"name": "nope"', '{"name": "no', {}),
+        ('{"names": "nope"', '{"names": "nope"', {}),
+        ('<tool_call>\n{"name": "add", "arguments": {}', '<tool_call>\n{"name": "add", "arguments": {', {}),
+        ('<tool_call>\n{"name": "now", "arguments": {"a"', '<tool_call>\n{"name": "now", "arguments": {', {}),
+        (f"<tool_call>\n{NOW_CALL}{BETWEEN}x", f"<tool_call>\n{NOW_CALL}{BETWEEN}", {}),
+        (f"<tool_call>\n{NOW_CALL}{BETWEEN}", f"<tool_call>\n{NOW_CALL}\n</tool_call>", {"parallel": False}),
+        ("A", "", {"required": True}), (f" {NOW_CALL}", "", {"required": True}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_mask_forbids_what_is_no_valid_call(text: str, allowed: str, options: dict[str, bool]) -> None:
+    assert follow(QWEN_FORMAT, text, **options)[0] == allowed
+
+
+def ask(server: Served, **body: Any) -> Any:
+    return server.ask(CHAT, **{"messages": [QUESTION], "tools": TOOLS, "max_tokens": 200, "seed": 0, **body})
+
+
+def check(choice: Any, names: tuple[str, ...] = ("add", "now")) -> None:
+    """Asserts that a choice has valid calls."""
+    message = choice["message"]
+    assert (choice["finish_reason"], message["content"], message["refusal"]) == ("tool_calls", None, None)
+    for call in message["tool_calls"]:
+        name, arguments = call["function"]["name"], json.loads(call["function"]["arguments"])
+        assert name in names
+        assert arguments == {} if name == "now" else type(arguments["a"]) is int and arguments.keys() <= {"a", "b"}
+
+
+@pytest.mark.parametrize("choice, names", [("required", ("add", "now")), ({"type": "function", "function": {"name": "now"}}, ("now",))], ids=str)  # fmt: skip
+def test_required_calls_are_valid_beside_other_requests(server: Served, choice: Any, names: tuple[str, ...]) -> None:
+    def run(seed: int) -> Any:
+        if seed % 4 == 3:
+            return server.ask(CHAT, messages=[QUESTION], seed=seed, max_tokens=30)["choices"][0]["message"]
+        return ask(server, tool_choice=choice, seed=seed, n=2, temperature=1.5, parallel_tool_calls=seed % 2 > 0)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = [*pool.map(run, range(12))]
+    for seed, answer in enumerate(answers):
+        if seed % 4 == 3:
+            assert answer == run(seed)  # Its neighbours don't change it.
+            continue
+        for each in answer["choices"]:
+            if each["finish_reason"] == "tool_calls":  # Random weights often write too many calls.
+                check(each, names)
+                assert seed % 2 or len(each["message"]["tool_calls"]) == 1
+        if not seed % 2:
+            assert all(each["finish_reason"] == "tool_calls" for each in answer["choices"])
+            calls = [[call["function"] for call in each["message"]["tool_calls"]] for each in answer["choices"]]
+            again = run(seed)["choices"]
+            assert calls == [[call["function"] for call in each["message"]["tool_calls"]] for each in again]
+
+
+def test_stream_has_the_pieces_of_the_calls(server: Served, script: list[str]) -> None:
+    body = {"messages": [QUESTION], "tools": TOOLS, "max_tokens": 300, "logprobs": True}
+    call = '{"name": "add", "arguments": {"a": 1, "b": "ü"}}'
+    script[0] = f"Wait é.\n<tool_call>\n{call}{BETWEEN}{NOW_CALL}\n</tool_call>"
+    (choice,) = server.ask(CHAT, **body)["choices"]
+    message = choice["message"]
+    assert (message["content"], choice["finish_reason"]) == ("Wait é.", "tool_calls")
+    assert [call["function"] for call in message["tool_calls"]] == [
+        {"name": "add", "arguments": '{"a": 1, "b": "ü"}'}, {"name": "now", "arguments": "{}"},
+    ]  # fmt: skip
+    chunks = [chunk["choices"][0] for chunk in server.stream(CHAT, **body)]
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Wait é."
+    assert sum("tool_calls" in delta for delta in deltas) > 15
+    streamed_calls = [call for delta in deltas for call in delta.get("tool_calls", ())]
+    assert read_calls(streamed_calls) == [("add", {"a": 1, "b": "ü"}), ("now", {})]
+    assert [chunk["finish_reason"] for chunk in chunks] == [None] * (len(chunks) - 1) + ["tool_calls"]
+    tokens = [token for chunk in chunks[1:] for token in chunk["logprobs"]["content"]]
+    assert len(tokens) == len(choice["logprobs"]["content"]) == len(script[0].encode()) + 1
+
+
+@pytest.mark.parametrize(
+    "settings, reason, arguments",
+    [
+        ({"max_tokens": 12}, "length", []), ({"max_tokens": 50}, "length", ['{"a": 1, ']),
+        ({"max_tokens": 57}, "length", ['{"a": 1, "b": "�']), ({"stop": '"b"'}, "stop", ['{"a": 1, ']),
+        ({"stop": "</tool"}, "tool_calls", ['{"a": 1, "b": "ü"}']), ({}, "tool_calls", ['{"a": 1, "b": "ü"}']),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_call_that_is_cut_off_is_incomplete(
+    server: Served, script: list[str], settings: dict[str, Any], reason: str, arguments: list[str]
+) -> None:
+    script[0] = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "ü"}}\n</tool_call>'
+    for _ in range(2):
+        (choice,) = ask(server, **settings)["choices"]
+        assert choice["finish_reason"] == reason
+        assert [call["function"]["arguments"] for call in choice["message"].get("tool_calls", ())] == arguments
+        chunks = server.stream(CHAT, messages=[QUESTION], tools=TOOLS, **settings)
+        deltas = [call for chunk in chunks for call in chunk["choices"][0]["delta"].get("tool_calls", ())]
+        assert ["".join(delta["function"]["arguments"] for delta in deltas)] == (arguments or [""])
+        assert chunks[-1]["choices"][0]["finish_reason"] == reason
+
+
+def test_calls_and_results_continue_the_cached_conversation(server: Served, script: list[str]) -> None:
+    """The call that a client sends back is rendered as the model wrote it."""
+    script[0] = f"<tool_call>\n{ADD_CALL}\n</tool_call>"
+    answer = ask(server)
+    message = answer["choices"][0]["message"]
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "3"}
+    script[0] = "It is 3."
+    second = ask(server, messages=[QUESTION, message, result])
+    assert (second["choices"][0]["message"]["content"], second["choices"][0]["finish_reason"]) == ("It is 3.", "stop")
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached >= answer["usage"]["total_tokens"] - 1
+    system = {"role": "system", "content": "x"}
+    for choice in ("none", None):  # The model doesn't see tools that it cannot call.
+        tokens = server.ask("/tokenize", messages=[system, QUESTION], tools=TOOLS, tool_choice=choice)["tokens"]
+        assert (tokens == server.ask("/tokenize", messages=[system, QUESTION])["tokens"]) == (choice == "none")
+
+
+def test_disconnect_cancels_a_call(server: Served) -> None:
+    body = {"messages": [QUESTION], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}, "required": ["a"]}}}], "tool_choice": "required", "stream": True, "logit_bias": {"34": -100}}  # fmt: skip
+    with server.connect() as connection:
+        connection.sendall(request(body, CHAT))
+        while b"arguments" not in connection.recv(2**16):
+            pass
+    server.idle()
+    check(ask(server, tool_choice="required", parallel_tool_calls=False)["choices"][0])
+
+
+@pytest.mark.parametrize(
+    "fields, param, message",
+    [
+        ({"tools": [{"type": "custom"}]}, "tools", "must be a function named"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "must be a function named"),
+        ({"tools": [NOW, NOW]}, "tools", "now twice"),
+        ({"tools": {}}, "tools", "must be a list"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}, NOW, {}]}, "tools", "must be a function named"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": [1]}}]}, "tools", "not the schema"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]}, "tools", "Unimplemented"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools", "not the schema"),
+        ({"tool_choice": "any"}, "tool_choice", "must be none, auto, required"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "one of the 2"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "one of the 2"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "one of the 2"),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "one of the 0"),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "cannot be combined with tools"),
+        ({"guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
+        ({"ignore_eos": True}, "ignore_eos", "cannot be combined with tools"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "messages", "arguments"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]}, "messages", "needs a function"),
+        ({"messages": [{"role": "assistant", "tool_calls": 1}]}, "messages", "needs a function"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "messages", "old form"),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "messages", "old form"),
+        ({"reasoning_effort": "high"}, "reasoning_effort", "not supported"),
+    ],
+    ids=lambda value: f"{value!s:.40}",
+)  # fmt: skip
+def test_invalid_tools_are_refused_by_name(server: Served, fields: Any, param: str, message: str) -> None:
+    error = server.refuse(CHAT, **{"messages": [QUESTION], "tools": TOOLS, **fields})
+    assert error["param"] == param
+    assert message in error["message"], error["message"]
+
+
+@pytest.mark.parametrize("template, thinking", [(QWEN3, "optional"), (R1, "open"), (NO_TOOLS, "")], ids=str)
+def test_reasoning_is_separate(model: LanguageModel, script: list[str], template: str, thinking: Thinking) -> None:
+    """The mask of a choice after reasoning makes the texts known."""
+    start = "<think>\n" if thinking == "optional" else ""
+    reasoning = "So é <tool_call>." if thinking else ""
+    script[0] = f"{start}{reasoning}\n</think>\n\nyes" if thinking else "yes"
+    body = {"messages": [QUESTION], "choices": ["yes", "no"], "max_tokens": 100}
+    with served(replace(model, tokenizer=with_template(model.tokenizer, template)), chunk=256) as server:
+        (choice,) = (answer := server.ask(CHAT, **body))["choices"]
+        assert (choice["message"].get("reasoning_content", ""), choice["message"]["content"]) == (reasoning, "yes")
+        details = answer["usage"].get("completion_tokens_details")
+        assert details == ({"reasoning_tokens": len(script[0].encode()) - 3} if thinking else None)
+        deltas = [chunk["choices"][0]["delta"] for chunk in server.stream(CHAT, **body)]
+        assert "".join(delta.get("reasoning_content", "") for delta in deltas) == reasoning
+        assert "".join(delta.get("content", "") for delta in deltas) == "yes"
+        script[0] = "no"
+        prompts = []
+        for off in ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}):
+            if thinking != "open" or "reasoning_effort" in off:
+                answer = server.ask(CHAT, **body, **off)
+                prompts.append(answer["usage"]["prompt_tokens"])
+                assert answer["choices"][0]["message"] == {"role": "assistant", "content": "no", "refusal": None}
+        assert len({*prompts}) == 1
