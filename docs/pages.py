@@ -70,6 +70,7 @@ def draw(pictures: Path) -> None:
     pictures.mkdir(exist_ok=True)
     for name, words in PICTURE_COMMANDS.items():
         main([*words, "-o", str(pictures / f"{name}.png")])
+        Image.open(pictures / f"{name}.png").save(pictures / f"{name}.png", optimize=True)  # drops its address
     for name, words in PAGE_COMMANDS.items():
         main([*words, "-o", f"{name}.html"])
     with sync_playwright() as driver:
