@@ -137,19 +137,15 @@ def server(model: LanguageModel) -> Iterator[Served]:
 def script(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What constrained texts are, as far as their masks allow it: the first string of the list."""
     script, compute_mask, take = [""], Constraint.compute_mask, Constraint.take
-    counts: dict[int, int] = {}
 
     def compute_scripted_mask(self: Constraint, V: int) -> Any:
         mask, ids = compute_mask(self, V), [*script[0].encode(), 256]
-        id = ids[min(counts.get(id_of(self), 0), len(ids) - 1)]
+        id = ids[min(vars(self).get("taken", 0), len(ids) - 1)]
         return np.arange(V) == id if mask[id] else mask
 
     def count(self: Constraint, id: int) -> None:
-        counts[id_of(self)] = counts.get(id_of(self), 0) + 1
+        vars(self)["taken"] = vars(self).get("taken", 0) + 1
         take(self, id)
-
-    def id_of(constraint: Constraint) -> int:
-        return constraint.__dict__.setdefault("test_id", len(counts))
 
     monkeypatch.setattr(Constraint, "compute_mask", compute_scripted_mask)
     monkeypatch.setattr(Constraint, "take", count)
