@@ -34,7 +34,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import BITS, quantize_model
 from gpt.runs import checkpoint, folder, gguf_model, model_config
-from gpt.runs.sampling import SamplingDefaults, read_defaults
+from gpt.runs.sampling_defaults import SamplingDefaults, read_defaults
 from gpt.system.errors import Interrupted, UserError, did_you_mean
 from gpt.system.interrupt import StopSignal
 from gpt.tokenizers.tokenizer import Tokenizer

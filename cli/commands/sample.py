@@ -18,7 +18,7 @@ from .interactive import UNUSED, converse, resolve_constraint
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
-    from gpt.decoding.prompts import Results
+    from gpt.decoding.prompt_files import Results
     from gpt.decoding.write import Piece
 
 
@@ -118,7 +118,7 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
         return [inputs.read_text(prompt, prompt_file, "prompt", "--prompt-file")]
     if prompt is not None or prompt_file is not None:
         raise UserError("a prompt and --prompts were both given", "give only one of them")
-    from gpt.decoding.prompts import parse_prompts
+    from gpt.decoding.prompt_files import parse_prompts
 
     return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
 
@@ -141,7 +141,7 @@ def _write_file(
     loaded: "LanguageModel", texts: list[str], config: SampleConfig, seed: int | None, num: int, out: Path, quiet: bool
 ) -> int:
     """Writes samples to ``out``, which can have some already. Returns their number."""
-    from gpt.decoding.prompts import Results
+    from gpt.decoding.prompt_files import Results
 
     with closing(Results(out, texts)) as results, progress.Bar("wrote", "samples", quiet) as bar:
         seed = _choose_seed(config, seed, results, quiet)

@@ -24,7 +24,7 @@ from gpt.model.quantize import GROUP, Blocks, to_int4, to_tensor
 from gpt.runs.checkpoint import Parameters
 from gpt.runs.gguf_model import FileTensor, file_tensors, import_gguf
 from gpt.runs.model_config import ARCHES, ROPE_FREQS
-from gpt.runs.sampling import NAMES
+from gpt.runs.sampling_defaults import NAMES
 from gpt.system.errors import UserError
 from gpt.system.files import write_pieces
 

@@ -9,7 +9,7 @@ from gpt.config.model import GPTConfig
 from gpt.exporting.provenance import Provenance, read_provenance
 from gpt.runs import checkpoint, folder
 from gpt.runs.checkpoint import Parameters
-from gpt.runs.sampling import NO_DEFAULTS, SamplingDefaults, read_defaults
+from gpt.runs.sampling_defaults import NO_DEFAULTS, SamplingDefaults, read_defaults
 from gpt.system.files import read_json
 from gpt.tokenizers.tokenizer import Tokenizer
 

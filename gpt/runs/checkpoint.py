@@ -20,7 +20,7 @@ from gpt.model.decoder import GPT
 from gpt.model.params import named_parameters
 from gpt.model.quantize import Blocks, Ends, QuantizedLinear, StoredEmbedding, to_tensor
 from gpt.runs import adapter, folder, gguf_model, hf, model_config, tensors
-from gpt.runs.sampling import FILE, NO_DEFAULTS, SamplingDefaults
+from gpt.runs.sampling_defaults import FILE, NO_DEFAULTS, SamplingDefaults
 from gpt.system.errors import UserError, warn
 from gpt.system.files import (
     atomic_folder,

@@ -24,7 +24,7 @@ from gpt.insight.passages import TrainingText
 from gpt.insight.report import find_training_tokens
 from gpt.model.decoder import GPT
 from gpt.runs import folder
-from gpt.runs.sampling import read_defaults
+from gpt.runs.sampling_defaults import read_defaults
 from gpt.serve.answers import Service
 from gpt.serve.app import Server
 from gpt.serve.metrics import ServerMetrics

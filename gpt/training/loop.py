@@ -16,7 +16,7 @@ from gpt.config import events
 from gpt.config.device import Download
 from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder
-from gpt.runs.sampling import NO_DEFAULTS, read_defaults
+from gpt.runs.sampling_defaults import NO_DEFAULTS, read_defaults
 from gpt.system.errors import Interrupted, PeerLost, WorkError, device_failure, is_out_of_memory
 from gpt.system.interrupt import Stopped
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text

@@ -13,7 +13,7 @@ from transformers import GenerationConfig
 
 from gpt import api
 from gpt.config.sample import SampleConfig
-from gpt.runs.sampling import read_defaults
+from gpt.runs.sampling_defaults import read_defaults
 from gpt.serve import server
 
 STORED = {
