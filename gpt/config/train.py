@@ -88,7 +88,7 @@ class TrainConfig(TextConfig):
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     preferences: bool = _tune(
-        False, 'With --init: TEXT has {"prompt", "chosen", "rejected"} records; learn to prefer the chosen ones (DPO)'
+        False, 'TEXT has {"prompt", "chosen", "rejected"} records; learn the chosen answers (DPO)'
     )
     beta: float | None = _tune(
         None, "With --preferences: how closely to stay to the model before training", shown="0.1", low=0, high=1000

@@ -39,7 +39,6 @@ class Setup:
     """A training step's dtype, optimizer, micro-batch and parallelism."""
 
     micro_batch: int = 1  # rows per rank
-    sides: int = 1  # sequences per row: 2 for preferences
     accumulates: bool = False  # whether a step has several micro-batches
     dtype: str = "bfloat16"  # dtype of matrix products, a key of `WIDTHS`
     optimizer: Literal["muon", "adamw"] = "muon"
@@ -50,8 +49,9 @@ class Setup:
     device: Literal["cuda", "cpu"] = "cuda"
     teachers: tuple[GPTConfig, ...] = ()  # shapes of the models to learn from
     adapters: tuple[Shape, ...] = ()  # shapes of LoRA's A and B of each map, in turn; if empty, all weights are trained
-    base_bits: float = 0.0  # bits of a weight in the blocks of a quantized base model
     whole_gradients: bool = False  # whether sharded ranks accumulate unsharded gradients
+    sides: int = 1  # sequences per row: 2 for preferences
+    base_bits: float = 0.0  # bits of a weight in the blocks of a quantized base model
 
     @property
     def width(self) -> int:

@@ -330,7 +330,9 @@ def test_resume_after_a_rollback_is_bit_exact(text: Path, loss_calls: list[int])
 
 @pytest.mark.usefixtures("loss_calls")
 def test_rollback_does_not_count_evaluations_twice(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpt.training.loop.mean_loss", lambda *args: 5.0)  # The first evaluation is the best.
+    monkeypatch.setattr(
+        "gpt.training.loop.measure_held_out", lambda *args: (5.0, 1, {})
+    )  # The first evaluation is the best.
     settings: dict[str, Any] = {**FAST, "eval_every": 2, "save_every": 4, "patience": 3}
     run = library.train(text, out="run", **settings).run
     lines = [line for line in curve(run) if line["event"] in ("eval", "rollback", "end")]
@@ -343,7 +345,7 @@ def test_nan_held_out_loss_before_the_first_step_ends_the_run(
     run_folder: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There is no earlier state to roll back to."""
-    monkeypatch.setattr("gpt.training.loop.mean_loss", lambda *args: math.nan)
+    monkeypatch.setattr("gpt.training.loop.measure_held_out", lambda *args: (math.nan, 1, {}))
     with pytest.raises(WorkError, match="^the held-out loss became nan at step 0, ") as error:
         library.train(text, out="tuned", init=str(run_folder), steps=4)
     assert error.value.hint == "train with a lower --lr; nothing was saved yet"
