@@ -43,6 +43,8 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     chat = [{"role": "user", "content": "What follows 1?"}, {"role": "assistant", "content": "2 follows."}]
     Path("chats.jsonl").write_text((json.dumps({"messages": chat}) + "\n") * 40)
+    preferences = [{"prompt": f"{n} and 1 =>", "chosen": f" {n + 1}", "rejected": " none"} for n in range(40)]
+    Path("prefs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in preferences))
     Path("prompts.jsonl").write_text('{"prompt": "Once upon"}\n{"prompt": "the cat"}\n')
     person = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     Path("person.json").write_text(json.dumps(person))

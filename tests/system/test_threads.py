@@ -33,6 +33,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(device, "_torch_threads", lambda: 4)
     monkeypatch.setattr(device, "cores", lambda: 4)
+    monkeypatch.setattr(device, "_lent_threads", [])  # Another test can have loaded a model.
     torch.set_num_threads(4)
     yield
     torch.set_num_threads(original_threads)
