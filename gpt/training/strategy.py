@@ -101,23 +101,26 @@ class Strategy:
     @property
     def evaluation_compute(self) -> Compute:
         """The device and dtype of the last evaluation: the default of `gpt eval`, so that `gpt eval` reproduces the
-        loss."""
-        if self.compute.dtype == torch.float32:
+        loss. Over a quantized base model, that of the training steps."""
+        if self.compute.dtype == torch.float32 or self._has_quantized_base():
             return self.compute
         return device.pick(str(self.compute.device), "auto")
 
     def load(self, path: Path, recipe: Recipe, merge: bool = True) -> None:
         """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
         `gpt eval` does, unless that is quantized or ``merge`` is off."""
-        maps = [each for each in self.model.modules() if isinstance(each, lora.LowRank)]
-        if maps and not (merge and isinstance(maps[0].weight, Tensor)):
+        if recipe.lora_rank and (self._has_quantized_base() or not merge):
             _load_adapters(path, recipe, self.optimizer.parameters)
-        elif maps:
+        elif recipe.lora_rank:
             self._load_merged(path, recipe)
         else:
             weights: dict[str, Tensor] = {}
             checkpoint.load_parts(path, recipe.model, weights.__setitem__)
             self.restore({WEIGHT + name: self.part(WEIGHT + name, tensor) for name, tensor in weights.items()})
+
+    def _has_quantized_base(self) -> bool:
+        maps = [each for each in self.model.modules() if isinstance(each, lora.LowRank)]
+        return bool(maps) and not isinstance(maps[0].weight, Tensor)
 
     @torch.no_grad()
     def _load_merged(self, path: Path, recipe: Recipe) -> None:

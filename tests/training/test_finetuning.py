@@ -140,7 +140,7 @@ def test_last_evaluation_of_adapters_reports_what_gpt_eval_does(
 @pytest.mark.parametrize(
     ("kind", "arch", "settings"),
     [("int4", "modern", {}), ("int8", "gpt2", {"lora_targets": "attention", "recompute": True}),
-     ("f32", "gpt2", {"base_dtype": "int8"})],
+     ("f32", "gpt2", {"base_dtype": "int8"}), ("int4", "modern", {"dtype": "bfloat16"})],
 )  # fmt: skip
 def test_adapters_over_quantized_weights(
     text: Path, second_text: Path, kind: str, arch: str, settings: dict[str, Any]
@@ -160,11 +160,11 @@ def test_adapters_over_quantized_weights(
     reference, reference_events = train_with_events(text, steps=6, eval_every=2, **full)
     assert losses_by_step(run_events) == pytest.approx(losses_by_step(reference_events), abs=tolerance)
     assert losses_by_step(run_events)[6] < losses_by_step(run_events)[0]
-    assert result.val_loss == pytest.approx(reference.val_loss, abs=tolerance)
+    # Over restored weights, the last evaluation is in float32.
+    assert result.val_loss == pytest.approx(reference.val_loss, abs=1e-3 if "dtype" in settings else tolerance)
     if kind != "f32":
-        assert library.load(result.run).loss(second_text.read_bytes().decode()) == pytest.approx(
-            result.val_loss, abs=2e-5
-        )
+        loss = library.load(result.run).loss(second_text.read_bytes().decode())
+        assert result.val_loss == pytest.approx(loss, abs=1e-3 if "dtype" in settings else tolerance)
     stopped, _ = train_with_events(text, steps=4, eval_every=2, **settings)
     resumed = library.resume(stopped.run, steps=6)
     weights = [file_sha256(each.checkpoint / "adapter_model.safetensors") for each in (resumed, result)]
