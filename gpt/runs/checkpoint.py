@@ -168,17 +168,9 @@ def write_one(path: Path, data: bytes | tensors.Arrays) -> str:
     return write_pieces(path, [data] if isinstance(data, bytes) else tensors.pieces(data))
 
 
-def load(
-    path: Path,
-    device: torch.device,
-    shape: GPTConfig | None = None,
-    dtype: torch.dtype | None = torch.float32,
-    mapped: bool = False,
-    finish: Callable[[nn.Module], object] | None = None,
-    keep_blocks: bool = False,
-) -> Checkpoint:
+def load(path: Path, device: torch.device, *arguments: Any, **options: Any) -> Checkpoint:
     """Loads a gpt or Transformers checkpoint with its tokenizer. The arguments and errors are those of `load_model`."""
-    model = load_model(path, device, shape, dtype, mapped, finish, keep_blocks)
+    model = load_model(path, device, *arguments, **options)
     return Checkpoint(model, load_tokenizer(path, model.config))
 
 

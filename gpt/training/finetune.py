@@ -115,8 +115,8 @@ def _keep_quantized(base_dtype: BaseDtype | None, device: torch.device, module: 
     for block in (each for each in module.modules() if isinstance(each, Block)):
         if base_dtype is not None:
             quantize_model(block, BITS[base_dtype])
-        library = native.find(warn) if device.type == "cpu" else None
         linears: list[Any] = [each for each in block.modules() if isinstance(each, QuantizedLinear)]
+        library = native.find(warn) if linears and device.type == "cpu" else None
         for each in linears:
             if library is not None:
                 each.weight = native.StoredMatrix(library, each.weight)
