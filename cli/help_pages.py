@@ -1,7 +1,6 @@
 """Help pages: ``--help`` shows common options, and ``--help-all`` also the other options by panel.
 
-Common options have no panel. The options of the panel `RARE` are listed only in docs/reference.md. A command's
-docstring contains a description, an empty line and examples.
+Common options have no panel. A command's docstring contains a description, an empty line and examples.
 """
 
 import inspect
@@ -14,7 +13,7 @@ from rich.text import Text
 from .show import terminal
 
 FLAGS = ["-h", "--help", "--help-all"]
-COMMON, RARE = "Options", "Rarely needed"
+COMMON = "Options"
 MAX_LISTED_OPTIONS = 12  # Maximum number of options that --help lists in full.
 WIDTH = 100  # Maximum width of a page in columns.
 PLACEHOLDERS = {"int": "N", "int range": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
@@ -54,7 +53,6 @@ def _colour(page: str) -> str:
 def _write_page(command: Any, context: Any, page: Any) -> None:
     show_all = "--help-all" in (context.find_root().obj or ())  # `obj` is the list of arguments.
     option_panels, positionals = panels(command, context), arguments(command)
-    rare_count = len(option_panels.pop(RARE, []))
     count = sum(map(len, option_panels.values()))
     description, examples = split_description(command)
     page.write_usage(context.command_path, usage(command, context))
@@ -67,8 +65,7 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
         _write_section(page, title, [(word, summary(subcommand)) for word, subcommand in commands.items()], 10)
     _write_section(page, "Arguments", [(name(argument), _help_text(argument)) for argument in positionals])
     if count <= MAX_LISTED_OPTIONS:
-        options = _listed_options(command, context)
-        option_panels = {COMMON: [option for option in options if option.rich_help_panel != RARE]}
+        option_panels = {COMMON: _listed_options(command, context)}
     elif not show_all:
         option_panels = {COMMON: option_panels[COMMON]}
     for title, options in option_panels.items():
@@ -80,7 +77,6 @@ def _write_page(command: Any, context: Any, page: Any) -> None:
         first = next(iter(option_panels.values()))[0]
         variable = f"{context.auto_envvar_prefix}_{first.name.upper()}"
         notes.append(f"Each option is also an environment variable: {max(first.opts, key=len)} is {variable}.")
-        notes += [f"For {rare_count} rarely needed options see docs/reference.md."] if rare_count else []
     if notes:
         page.write_paragraph()
     for note in notes:

@@ -14,7 +14,7 @@ from gpt.config import train as config
 from gpt.config.settings import PANELS, field_types, from_dict, without_none
 from gpt.system.errors import UserError, did_you_mean
 
-from . import help_pages, inputs
+from . import inputs
 
 OUTPUT = "Output"
 
@@ -121,7 +121,7 @@ def _make_parameter(config_class: type[Any], field: "dataclasses.Field[Any]") ->
     meta = field.metadata
     kind = field_types(config_class)[field.name]
     flags = [*meta["flags"], "--" + field.name.replace("_", "-")]
-    panel = {"basic": None, "config": help_pages.RARE}.get(meta["level"], meta["panel"])
+    panel = None if meta["level"] == "basic" else meta["panel"]
     settings = {"help": meta["help"], "rich_help_panel": panel, "show_default": meta["shown"] or True}
     choice = without_none(kind)
     default = field.default

@@ -18,7 +18,7 @@ HEAD = """\
 
 Every command with all its options. `python docs/reference.py` writes this page from the commands themselves. In a
 terminal, `gpt COMMAND --help` lists the options that most people use, here under **Options**, and `--help-all` the
-others too, except those under **Rarely needed**.
+others too.
 
 - Each option is also an environment variable, which the command line overrides: `--max-tokens` of `gpt sample` is
   `GPT_SAMPLE_MAX_TOKENS`.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from gpt.system.errors import UserError, check_text, did_you_mean
 
 T = TypeVar("T")
-Level = Literal["basic", "more", "config"]
+Level = Literal["basic", "more"]
 MAX_TOML_BYTES = 2**20  # Maximum bytes of a settings file.
 MAX_FLOAT32 = 3.4028234663852886e38  # The largest float32.
 
@@ -103,7 +103,7 @@ def option(
     high: float = 2**53,
 ) -> Any:
     """Returns a field for a setting that is also an option. ``shown`` describes the default on the help page. ``level``
-    decides where the option is listed: ``--help`` (basic), ``--help-all`` (more), or only the reference (config)."""
+    decides where the option is listed: ``--help`` (basic), or only ``--help-all`` (more)."""
     metadata = {
         "help": help, "panel": panel, "flags": flags, "shown": shown, "metavar": metavar, "level": level, "low": low,
         "high": high,

@@ -44,7 +44,7 @@ class LearnConfig(ReadConfig):
         None, "Vocabulary size, special tokens included", shown="set by the size of the text", low=257, high=2**24
     )
     sample_bytes: int = _data(
-        1_000_000_000, "Train the tokenizer on at most N bytes, sampled evenly", level="config", low=1, high=2**31 - 1
+        1_000_000_000, "Train the tokenizer on at most N bytes, sampled evenly", low=1, high=2**31 - 1
     )
 
 

@@ -38,8 +38,6 @@ class TrainConfig(TextConfig):
         ("steps", "epochs", "set the length of training"),
         ("steps", "minutes", "set the length of training"),
         ("epochs", "minutes", "set the length of training"),
-        ("warmup", "warmup_tokens", "set the length of warmup"),
-        ("minutes", "batch_ramp", "set the length of training: a growing batch makes steps longer"),
     )
 
     out: str | None = _run(
@@ -118,19 +116,12 @@ class TrainConfig(TextConfig):
         None, "Tokens per step; a multiple of the context length", shown="from the preset", low=1
     )
     micro_batch: str = _length("auto", "Sequences per forward pass; gradients accumulate to the batch", metavar="N")
-    batch_ramp: int | None = _length(
-        None, "Grow the batch to --batch-tokens over the first N tokens, from 32,768 tokens or a sixteenth of it, "
-        "whichever is less (GPT-3: 4 to 12 billion)", shown="off", level="config", low=1,
-    )  # fmt: skip
     lr: float | None = _optim(
         None, "Peak learning rate",
         shown="from the preset; with --init half (AdamW: a fifth), with --lora-rank twice that; with --preferences "
         "a twentieth of these", low=0,
     )  # fmt: skip
     warmup: int | None = _optim(None, "Steps of linear warmup", shown="5% of the steps, at most 2,000", low=0)
-    warmup_tokens: int | None = _optim(
-        None, "Tokens of linear warmup, instead of --warmup (GPT-3: 375,000,000)", level="config", low=0
-    )
     optimizer: Optimizer | None = _optim(
         None, "muon: for the matrices in blocks, with AdamW for the rest; adamw: for all",
         shown="muon; adamw with --lora-rank, and with --init from 100 million parameters",
@@ -198,14 +189,13 @@ class TrainConfig(TextConfig):
 
     def _check_examples(self) -> None:
         options = self._example_options
-        others = {"batch_ramp": self.batch_ramp is not None}
         if self.preferences:
-            others |= {
+            others = {
                 "teacher": bool(self.teacher),
                 "teachers": bool(self.teachers),
                 "compile on": self.compile == "on",
             }
-        options += [f"--{name.replace('_', '-')}" for name, is_given in others.items() if options and is_given]
+            options += [f"--{name}" for name, is_given in others.items() if is_given]
         if len(options) > 1:
             raise UserError(f"{options[-1]} cannot be combined with {options[0]}", "leave one of them out")
         if self.preferences and self.init is None:

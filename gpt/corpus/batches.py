@@ -6,73 +6,24 @@ different place of the ring.
 """
 
 import hashlib
-from bisect import bisect_right
 from dataclasses import dataclass
-from functools import cached_property
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from gpt.config.settings import Positive
 from gpt.corpus.shards import TokenStream
 
 Int64s = npt.NDArray[np.int64]
-MAX_BATCH_SIZES = 2**24  # Maximum number of batch sizes in a ramp.
-
-
-@dataclass(frozen=True)
-class Ramp:
-    """Batch sizes that grow linearly from ``first`` to ``rows`` over the first ``over`` rows (Brown et al. 2020,
-    appendix B). Sizes below ``unit`` are multiples of ``by``; other sizes are multiples of ``unit``. ``by`` divides
-    ``first``, ``rows`` and ``unit``."""
-
-    rows: Positive
-    first: Positive
-    over: int
-    unit: Positive
-    by: Positive = 1
-
-    @property
-    def sizes(self) -> int:
-        """An upper bound on the number of batch sizes."""
-        return self.unit // self.by + self.rows // self.unit + 1
-
-    @cached_property
-    def _stages(self) -> list[tuple[int, int, int]]:
-        """The ramp's stages, as (first step, rows before that step, batch size). Even a long ramp has few stages."""
-        stages, step, first_row = [], 0, 0
-        while first_row < self.over:
-            exact = self.first + (self.rows - self.first) * first_row // self.over
-            multiple = self.by if exact < self.unit else self.unit
-            size = exact - exact % multiple
-            stages.append((step, first_row, size))
-            # The linear ramp reaches the next size after this many rows.
-            next_row = -(-(size + multiple - self.first) * self.over // max(1, self.rows - self.first))
-            count = -(-(min(self.over, next_row) - first_row) // size)
-            step, first_row = step + count, first_row + count * size
-        return [*stages, (step, first_row, self.rows)]
-
-    def count_rows_before(self, step: int) -> int:
-        """Returns the number of rows in all steps before ``step`` (counted from 0)."""
-        first_step, first_row, size = self._stages[bisect_right(self._stages, step, key=itemgetter(0)) - 1]
-        return first_row + (step - first_step) * size
-
-    def steps(self, rows: int) -> int:
-        """Returns the smallest number of steps with at least ``rows`` rows."""
-        first_step, first_row, size = self._stages[bisect_right(self._stages, rows, key=itemgetter(1)) - 1]
-        return first_step - (first_row - rows) // size
 
 
 @dataclass(frozen=True)
 class Batches:
-    """Batches of ``rows`` windows of ``block_size`` (T) ids. Batches are smaller during a ``ramp``."""
+    """Batches of ``rows`` windows of ``block_size`` (T) ids."""
 
     ids: TokenStream
     block_size: int
     rows: int
     seed: int
-    ramp: Ramp | None = None
 
     def __post_init__(self) -> None:
         assert len(self.ids) >= self.block_size, "the context shrinks to the text before this"
@@ -99,11 +50,9 @@ class Batches:
 
     def starts(self, step: int, rank: int = 0, ranks: int = 1) -> Int64s:
         """Returns the ring offsets of this rank's windows."""
-        first_row = self.ramp.count_rows_before(step) if self.ramp else step * self.rows
-        rows = self.ramp.count_rows_before(step + 1) - first_row if self.ramp else self.rows
-        assert rows % ranks == 0, "rows are divided evenly before this"
-        rank_rows = rows // ranks
-        positions = np.arange(first_row + rank * rank_rows, first_row + (rank + 1) * rank_rows, dtype=np.int64)
+        assert self.rows % ranks == 0, "rows are divided evenly before this"
+        rank_rows = self.rows // ranks
+        positions = np.arange(rank_rows, dtype=np.int64) + step * self.rows + rank * rank_rows
         windows = shuffle_indices(positions, self.windows, self.seed)
         shifts = [_hash(self.seed, epoch) % len(self.ids) for epoch in (positions // self.windows).tolist()]
         return (windows * self.block_size + np.array(shifts, np.int64)) % len(self.ids)

@@ -171,7 +171,7 @@ class Report:
         if not self.is_run:
             return {}
         resolved = {"model": {}, **(record.resolved or {})}
-        shape, resolved["batch_ramp"] = resolved.pop("model"), resolved.pop("ramp", None)
+        shape = resolved.pop("model")
         own_teachers, _ = resolved.pop("own_teachers", None), resolved.pop("budget", None)
         flat = {**(shape if isinstance(shape, dict) else {}), **resolved}
         return {

@@ -81,7 +81,7 @@ class Checkpointer:
         recipe = recipe.cycle(state.cycle)
         meta: dict[str, Any] = {
             "step": state.step,
-            "tokens_seen": state.tokens(recipe, state.step),
+            "tokens_seen": state.step * recipe.batch_tokens,
             "val_loss": state.measured_loss if state.measured_step == state.step else None,
         }
         store: checkpoint.Store | None = None

@@ -116,7 +116,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         folder.tokenizer,
         *sizes,
         sources,
-        batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed, r.ramp),
+        batches=lambda r: Batches(train, r.model.block_size, r.rows, r.seed),
         windows=lambda block_size: windows(held_out.documents, block_size),
         sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
         prompt_ids=folder.tokenizer.prompt(prompt),

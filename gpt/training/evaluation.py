@@ -73,7 +73,7 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
     answers = [_check_answers(strategy, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
     sample = sample_lines(run, strategy, compute, recipe.seed)
-    tokens = state.tokens(recipe, state.step)
+    tokens = state.step * recipe.batch_tokens
     return Result(
         run=run.path,
         checkpoint=path,

@@ -62,7 +62,7 @@ class Journal:
             return
         step = self.state.step if step is None else step
         values = {"seconds": self.elapsed(), **values}
-        event = kind(step=step, tokens=self.state.tokens(self.recipe, step), **values)
+        event = kind(step=step, tokens=step * self.recipe.batch_tokens, **values)
         self.metrics.write(events.to_json(event))
         self.logs(event)
         self.run.session.listen(event)
@@ -80,7 +80,7 @@ class Journal:
     def describe(self, adapters: int) -> None:
         """Notes the model, the length of the run, the device and the sharding."""
         run, recipe, shape, world = self.run, self.run.recipe, self.run.recipe.model, self.run.world
-        step, epochs = self.state.step, recipe.tokens(recipe.steps) / run.data.tokens
+        step, epochs = self.state.step, recipe.steps * recipe.batch_tokens / run.data.tokens
         steps = "about " * recipe.is_timed + counted(recipe.steps, "step")
         processes = f"{world.size} processes, each on " if world.size > 1 else ""
         duration = ""
@@ -108,7 +108,7 @@ class Journal:
 
     def step(self, step: int, lr: float, loss: float, norm: float, rewards: Sequence[float] = ()) -> None:
         """Reports a step. ``rewards`` are those of preferences."""
-        speed = self.speed.rates(self.state.tokens(self.recipe, step), self.state.step_seconds)
+        speed = self.speed.rates(step * self.recipe.batch_tokens, self.state.step_seconds)
         named = dict(zip(events.REWARDS, rewards, strict=False))
         self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed, **named)
 

@@ -10,7 +10,6 @@ from gpt.config.device import Compute
 from gpt.config.model import GPTConfig, Preset, find_preset
 from gpt.config.settings import Amount, Count, Positive, Within
 from gpt.config.train import DEFAULT_WEIGHT_DECAY, BaseDtype, Optimizer, TrainConfig
-from gpt.corpus.batches import MAX_BATCH_SIZES, Ramp
 from gpt.model import lora
 from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
@@ -29,7 +28,6 @@ MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 TAUGHT_DECAY = 0.3  # weight decay with teachers
 MIN_ROPE_CONTEXT = 128  # minimum default context of RoPE models
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
-RAMP_START = (32_768, 1 / 16)  # maximum first batch of a ramp: 32,768 tokens as in GPT-3, and 1/16 of the full batch
 # On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), or with
 # ``--minutes`` from this many minutes. The third number is the minimum FLOPs per step. The host limits smaller steps:
 # on an H200, a step of `nano` takes 13.4 ms eager and 16.0 compiled.
@@ -138,7 +136,6 @@ class Recipe:
     lora_targets: str = "all"
     merge_lora: bool = False
     base_dtype: BaseDtype | None = None  # dtype of the frozen matrices in blocks; None for the file's
-    ramp: Ramp | None = None
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False
     shard: Literal["none", "full"] = "none"  # whether ranks shard weights, gradients and moments
@@ -167,7 +164,7 @@ class Recipe:
         return replace(
             self, seed=self.seed + number + 1, steps=own.steps, warmup=default_warmup(own.steps),
             decay=round(DECAY_SHARE * own.steps), weight_decay=own.weight_decay, eval_every=own.eval_every,
-            save_every=min(self.save_every, own.eval_every), sample_every=0, ramp=None, teacher_weight=0.0,
+            save_every=min(self.save_every, own.eval_every), sample_every=0, teacher_weight=0.0,
             model=replace(self.model, dropout=own.dropout), own_teachers=None,
         )  # fmt: skip
 
@@ -199,10 +196,6 @@ class Recipe:
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
         single = processes == 1 and not self.is_sharded and not self.recompute and not self.beta
         return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
-
-    def tokens(self, steps: int) -> int:
-        """The tokens in the first ``steps`` steps."""
-        return self.ramp.count_rows_before(steps) * self.model.block_size if self.ramp else steps * self.batch_tokens
 
     @property
     def is_timed(self) -> bool:
@@ -281,7 +274,7 @@ def count_teachers(config: TrainConfig, facts: Facts) -> int:
     """The number of teachers that a run should train first. They pay off only if the model would read the text so
     often that it learns little more from it (benchmarks/defaults.md)."""
     recipe = plan(replace(config, teachers=0), replace(facts, costs=None, compiled_costs=None))
-    tokens: float = recipe.tokens(recipe.steps)
+    tokens: float = recipe.steps * recipe.batch_tokens
     if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
         return 0
     if config.minutes is not None:
@@ -325,7 +318,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     own_teachers = _plan_teachers(config, facts, model, batch, steps) if config.teachers else None
     earlier_steps = own_teachers.count * own_teachers.steps if own_teachers else 0
     steps = max(1, steps - earlier_steps)
-    passes = 0.0 if base is not None else batch.tokens_read(steps) / facts.tokens
+    passes = 0.0 if base is not None else steps * batch.tokens / facts.tokens
     dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
     if facts.teachers and base is None:
         dropout, weight_decay = 0.0, TAUGHT_DECAY
@@ -340,7 +333,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         rows=batch.rows,
         micro_batch=batch.setup.micro_batch,
         lr=_learning_rate(config, preset, optimizer),
-        warmup=_warmup_steps(config, steps, batch),
+        warmup=default_warmup(steps) if config.warmup is None else config.warmup,
         decay=round(DECAY_SHARE * steps) if config.decay is None else min(config.decay, steps),
         optimizer=optimizer,
         weight_decay=weight_decay if config.weight_decay is None else config.weight_decay,
@@ -351,7 +344,6 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         lora_rank=config.lora_rank or 0,
         lora_alpha=2.0 * (config.lora_rank or 0) if config.lora_alpha is None else config.lora_alpha,
         lora_targets=config.lora_targets or "all",
-        ramp=batch.ramp,
         loss_chunk=batch.setup.loss_chunk,
         context=facts.base.block_size if facts.base is not None and facts.base.positions == "rotary" else 0,
         teacher_weight=config.teacher_weight if facts.teachers else 0.0,
@@ -478,7 +470,6 @@ def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: b
 class _Batch:
     rows: int
     row_size: float  # tokens per row, on average
-    ramp: Ramp | None
     setup: Setup
 
     @property
@@ -486,10 +477,7 @@ class _Batch:
         return round(self.rows * self.row_size)
 
     def steps(self, tokens: float) -> int:
-        return max(1, self.ramp.steps(math.ceil(tokens / self.row_size)) if self.ramp else round(tokens / self.tokens))
-
-    def tokens_read(self, steps: int) -> float:
-        return self.ramp.count_rows_before(steps) * self.row_size if self.ramp else steps * self.tokens
+        return max(1, round(tokens / self.tokens))
 
 
 def _plan_batch(config: TrainConfig, preset: Preset, model: GPTConfig, facts: Facts) -> _Batch:
@@ -498,7 +486,7 @@ def _plan_batch(config: TrainConfig, preset: Preset, model: GPTConfig, facts: Fa
     A batch that the processes cannot split evenly is rounded up. If the user set the batch of a text, raises
     `UserError` instead.
     """
-    T, ramp, processes, has_examples = model.block_size, None, facts.processes, facts.rows > 0
+    T, processes, has_examples = model.block_size, facts.processes, facts.rows > 0
     row_tokens = facts.tokens / facts.rows if has_examples else T
     rows = _batch_rows(config, preset, row_tokens, has_examples)
     if config.batch_tokens is None or has_examples:
@@ -506,13 +494,7 @@ def _plan_batch(config: TrainConfig, preset: Preset, model: GPTConfig, facts: Fa
     check_even_split(rows, processes, None if has_examples else T)
     _check_batch(rows // processes, rows * row_tokens, facts.host_memory)
     setup = _plan_micro_batch(config, model, facts, rows // processes)
-    if config.batch_ramp is not None:
-        first = max(1, min(RAMP_START[0] // T, round(rows * RAMP_START[1])))
-        first += -first % processes
-        ramp = Ramp(rows, first, math.ceil(config.batch_ramp / T), setup.micro_batch * processes, processes)
-        if ramp.sizes > MAX_BATCH_SIZES:
-            raise UserError(f"a batch ramp to {rows:,} sequences has too many sizes: {ramp.sizes:,}", "leave it out")
-    return _Batch(rows, row_tokens, ramp, setup)
+    return _Batch(rows, row_tokens, setup)
 
 
 def _check_batch(rows: int, tokens: float, memory: int) -> None:
@@ -616,12 +598,6 @@ def check_even_split(rows: int, processes: int, row_tokens: int | None = None) -
         raise UserError(f"the {rows:,} sequences of a step cannot be split evenly over {processes} processes", hint)
 
 
-def _warmup_steps(config: TrainConfig, steps: int, batch: _Batch) -> int:
-    if config.warmup_tokens is not None:
-        return batch.steps(config.warmup_tokens) if config.warmup_tokens else 0
-    return default_warmup(steps) if config.warmup is None else config.warmup
-
-
 def default_warmup(steps: int) -> int:
     """The default warmup of a run with so many steps."""
     return min(2000, round(steps / 20))
@@ -675,7 +651,7 @@ def _should_compile(config: TrainConfig, recipe: Recipe, facts: Facts) -> bool:
 
 def count_flops(recipe: Recipe) -> float:
     """The approximate FLOPs of a run."""
-    return 6.0 * breakdown(recipe.model).trainable * recipe.tokens(recipe.steps)
+    return 6.0 * breakdown(recipe.model).trainable * recipe.steps * recipe.batch_tokens
 
 
 def estimate_seconds(recipe: Recipe, device: str, dtype: str) -> float:

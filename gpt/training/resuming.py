@@ -287,11 +287,6 @@ def apply_changes(
     """Applies ``changes`` to the recipe, for ``processes`` ranks. Raises `UserError` for fewer steps or a batch
     that the processes cannot split evenly."""
     check_even_split(recipe.rows, processes)
-    if recipe.ramp and recipe.ramp.by % processes:
-        raise UserError(
-            f"the batches grow in multiples of {recipe.ramp.by:,}, which {processes} processes cannot split evenly",
-            f"resume with --nproc {recipe.ramp.by}",
-        )
     share = recipe.rows // processes
     if share % recipe.micro_batch:
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))

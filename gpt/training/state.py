@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gpt.config.device import random_states, set_random_states
 from gpt.config.settings import MAX_FLOAT32, Amount, Count, Positive, Within, checked
-from gpt.corpus.batches import MAX_BATCH_SIZES
 from gpt.runs import folder, tensors
 from gpt.runs.record import Machine
 from gpt.system.errors import UserError
@@ -51,10 +50,6 @@ class TrainState:
     def cycle_step(self) -> int:
         """The completed steps of this cycle. They determine the next batch."""
         return self.step - self.start
-
-    def tokens(self, recipe: Recipe, step: int) -> int:
-        """The tokens that the run has trained on at a ``step`` of this cycle, whose ``recipe`` is given."""
-        return self.start * recipe.batch_tokens + recipe.tokens(step - self.start)
 
     def begin_next_cycle(self) -> None:
         """Keeps only what counts for the whole run."""
@@ -131,11 +126,6 @@ def read_saved_state(path: Path) -> SavedState:
     is_possible = state.start <= state.step and state.cycle <= recipe.n_teachers and state.windows
     if not is_possible or (state.cycle_step > recipe.cycle(state.cycle).steps and not recipe.is_timed):
         raise UserError(f"{file} is damaged: step {state.step} of {recipe.steps}", folder.HINT)
-    ramp = recipe.ramp  # If a ramp shrinks or has too many sizes, listing its sizes would not end.
-    is_even = not ramp or not any(n % ramp.by for n in (ramp.first, ramp.rows, ramp.unit))
-    if ramp and not (ramp.first <= ramp.rows == recipe.rows and is_even and ramp.sizes <= MAX_BATCH_SIZES):
-        message = f"{file} is damaged: its batches grow from {ramp.first} to {ramp.rows} over {ramp.over} rows"
-        raise UserError(message, folder.HINT)
     return saved
 
 

@@ -73,8 +73,6 @@ def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
     result = gpt("train", file, "--field", "prompt", *options, "-o", "text")
     assert (result.code, "assuming" in result.err) == (0, False), result.err
     assert Path("text/tokens").exists()
-    result = gpt("train", file, "--batch-ramp", "9")
-    one_line_of_what_and_what_next(result, "--batch-ramp cannot be combined with --pairs")
 
 
 def test_kind_of_records_is_inferred(workdir: Path) -> None:

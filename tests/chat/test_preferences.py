@@ -231,10 +231,6 @@ def test_resume_keeps_the_reference_of_its_model(base: Path, monkeypatch: pytest
         (["--preferences", "--init", "base", "--beta", "0"], "beta is 0"),
         (["--preferences", "--init", "base", "--teacher", "base"], "--teacher cannot be combined with --preferences"),
         (["--preferences", "--init", "base", "--compile", "on"], "--compile on cannot be combined with --preferences"),
-        (
-            ["--preferences", "--init", "base", "--batch-ramp", "9"],
-            "--batch-ramp cannot be combined with --preferences",
-        ),
         (["--preferences", "--init", "base", "--chat"], "--preferences cannot be combined with --chat"),
     ],
 )

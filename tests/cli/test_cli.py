@@ -213,8 +213,6 @@ def test_environment_variables_work_for_every_command(
         (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
         (["eval"], "text"),
-        (["train", "book.txt", "--minutes", "1", "--batch-ramp", "9"], "--minutes and --batch-ramp both set the length"),
-        (["train", "book.txt", "--chat", "--batch-ramp", "9"], "--batch-ramp cannot be combined with --chat"),
         (["train", "book.txt", "--chat", "--pairs"], "--chat cannot be combined with --pairs"),
         (["train", "book.txt", "--minutes", "1", "--steps", "9"], "--steps and --minutes both set the length of training"),
         (["train", "book.txt", "--minutes", "0.001"], "there is no time to train"),

@@ -30,7 +30,7 @@ def panels(name: str) -> dict[str, list[Any]]:
 
 
 def listed_options(name: str) -> list[Any]:
-    return [option for panel, group in panels(name).items() if panel != help_pages.RARE for option in group]
+    return [option for group in panels(name).values() for option in group]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -46,8 +46,6 @@ def test_help_fits_on_a_screen_and_help_all_lists_every_option(gpt: Gpt, name: s
         assert f"gpt {name} --help-all lists all {len(listed_options(name))} options." in short
     for option in listed_options(name):
         assert f"{max(option.opts, key=len)} " in full.replace("\n", " "), option.name
-    for option in panels(name).get(help_pages.RARE, []):
-        assert f"{max(option.opts, key=len)} " not in full, option.name
     for noise in ("<", "(none)", "[[", "[default", "default: )", "<bool>"):
         assert noise not in full.replace("<name of the text>", "NAME")
 
@@ -64,7 +62,7 @@ def test_help_all_prints_defaults(gpt: Gpt) -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_texts_are_short(name: str) -> None:
     for param in [*COMMANDS[name][0].params]:
-        if not param.hidden and param.rich_help_panel != help_pages.RARE:
+        if not param.hidden:
             assert param.help and not param.help.endswith("."), param.name
             assert len(param.help) <= 90, param.help
     assert len(help_pages.summary(COMMANDS[name][0])) <= 90
@@ -102,13 +100,6 @@ def test_main_help_page_lists_every_command(gpt: Gpt) -> None:
         page = gpt(name).out
         assert page == gpt(name, "--help").out
         assert all(f"\n  {subcommand} " in page for subcommand, command in group.commands.items() if not command.hidden)
-
-
-def test_hidden_options_work(gpt: Gpt) -> None:
-    hidden = {name: {option.name for option in panels(name).get(help_pages.RARE, [])} for name in COMMANDS}
-    assert hidden["train"] == {"batch_ramp", "warmup_tokens", "sample_bytes"}
-    assert hidden["tokenize"] == {"sample_bytes"}
-    assert "batch_ramp = 5" in gpt("train", "--batch-ramp", "5", "--print-config").out
 
 
 def test_help_width_follows_the_terminal_up_to_a_limit(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
 """The tokens of each training step."""
 
-from itertools import pairwise
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpt.corpus.batches import Batches, Ramp
+from gpt.corpus.batches import Batches
 
 
 class Ring:
@@ -75,39 +73,3 @@ def test_trillions_of_tokens_cost_no_memory() -> None:
     x, _ = batches.global_batch(10**9)  # This step is many epochs later.
     assert x.shape == (1000, 8)
     assert len(set(x[:, 0].tolist())) == 1000
-
-
-@given(
-    rows=st.integers(1, 300), first=st.integers(1, 300), over=st.integers(1, 5000), unit=st.integers(1, 40),
-    n=st.integers(1, 20_000),
-)  # fmt: skip
-def test_batch_ramp_is_linear(rows: int, first: int, over: int, unit: int, n: int) -> None:
-    first = min(first, rows)
-    ramp = Ramp(rows, first, over, unit)
-    starts = [ramp.count_rows_before(step) for step in range(200)]
-    sizes = [b - a for a, b in pairwise(starts)]
-    assert starts[0] == 0
-    for start, size in zip(starts, sizes, strict=False):
-        exact_size = min(rows, first + (rows - first) * start / over)
-        assert 1 <= size <= rows
-        assert exact_size - unit < size <= max(exact_size, 1)
-        assert size % unit == 0 or size < unit or start >= over
-    assert sizes == sorted(sizes)
-    assert ramp.count_rows_before(ramp.steps(n)) >= n > ramp.count_rows_before(ramp.steps(n) - 1)
-
-
-def test_batch_ramp_skips_no_token() -> None:
-    batches = Batches(Ring(8 * 97), 8, 10, 5, Ramp(10, 1, 60, 2))
-    rows = [batches.global_batch(step)[0] for step in range(97)]
-    assert len({int(x) for x in np.concatenate(rows)[:97, 0]}) == 97
-    assert (rows[0].shape, rows[-1].shape) == ((1, 8), (10, 8))
-
-
-def test_very_long_batch_ramp_is_fast() -> None:
-    ramp = Ramp(800, 50, 10**15, 25)
-    assert [ramp.count_rows_before(step + 1) - ramp.count_rows_before(step) for step in (0, 10**12, 10**13)] == [
-        50,
-        75,
-        800,
-    ]
-    assert ramp.count_rows_before(ramp.steps(10**18)) >= 10**18 > ramp.count_rows_before(ramp.steps(10**18) - 1)

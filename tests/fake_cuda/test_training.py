@@ -55,8 +55,7 @@ def notes(run_events: list[Any]) -> list[str]:
     "settings",
     [
         {"arch": "modern"}, slow({}), slow({"dtype": "bfloat16"}), slow({"micro_batch": "1", "recompute": True}),
-        slow({"batch_ramp": 500, "steps": 8}), slow({"teachers": 1, "steps": 16}),
-        slow({"pairs": True, "batch_tokens": 256}),
+        slow({"teachers": 1, "steps": 16}), slow({"pairs": True, "batch_tokens": 256}),
     ],
     ids=str,
 )  # fmt: skip

@@ -19,7 +19,6 @@ from several import RANKS, assert_trained_alike, losses, train_all, write_texts
 
 import gpt as library
 from gpt.config.train import TrainConfig
-from gpt.corpus.batches import Ramp
 from gpt.parallel import environment
 from gpt.parallel import launch as launching
 from gpt.parallel.launch import LaunchResult, _find_first_failure, launch
@@ -207,11 +206,6 @@ def test_batch_that_cannot_be_split_is_refused() -> None:
         make_recipe(2, micro_batch=8)
     assert make_recipe(2).micro_batch == 4
     assert make_recipe(3, batch_tokens=None).rows % 3 == 0
-    ramp = make_recipe(4, batch_tokens=1024, batch_ramp=4096, micro_batch=2).ramp
-    assert ramp == Ramp(32, 4, 128, 8, 4)
-    sizes = [ramp.count_rows_before(step + 1) - ramp.count_rows_before(step) for step in range(100)]
-    assert (sizes[0], sizes[-1]) == (4, 32)
-    assert not any(size % 4 for size in sizes)
 
 
 def test_port_in_use_is_refused(gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -484,7 +484,7 @@ UNCHECKED_KEYS = {
     "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
     "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
     "measured_loss", "best_loss", "evals_since_best", "rate_factor", "windows", "bad_steps", "has_learnt", "threads",
-    "device", "dtype", "pace", "scaling", "ramp", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",
+    "device", "dtype", "pace", "scaling", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",
     "python_gauss", "numpy_position", "dropout", "architectures", "bos_token_id", "eos_token_id",
     "initializer_range", "attn_pdrop", "embd_pdrop", "tokens_seen", "name", "layer_norm_epsilon", "lora_rank",
     "rows", "micro_batch", "optimizer", "schedule", "n_inner", "model_type",

@@ -1,7 +1,6 @@
 """Training steps: skipped steps, late losses, compiled code, growing batches."""
 
 import copy
-import itertools
 import json
 import math
 from pathlib import Path
@@ -205,25 +204,6 @@ def test_resume_warns_when_compilation_is_lost(text: Path, monkeypatch: pytest.M
     assert warning.text.startswith("from now on, steps are not compiled")
 
 
-def test_gpt3_batch_ramp_and_warmup(text: Path) -> None:
-    plan = resolved(
-        preset="gpt3-125m", n_tokens=10**12, epochs=0.3, schedule="cosine", warmup_tokens=375_000_000,
-        batch_ramp=4_000_000_000, optimizer="adamw", micro_batch="16",
-    )  # fmt: skip
-    assert plan.ramp is not None
-    assert plan.ramp.first * 2048 == 32_768
-    assert plan.tokens(plan.steps) == pytest.approx(3e11, rel=1e-5)
-    assert plan.tokens(plan.warmup) == pytest.approx(375e6, rel=1e-2)
-    result, run_events = train(text, epochs=2, batch_ramp=1500, warmup_tokens=500)
-    steps = [event for event in run_events if isinstance(event, events.StepEvent)]
-    batch_sizes = [b.tokens - a.tokens for a, b in itertools.pairwise(steps)]
-    assert steps[0].tokens < 256  # 256 tokens are the full batch.
-    assert batch_sizes[-1] == 256
-    assert batch_sizes == sorted(batch_sizes)
-    assert result.tokens_seen == steps[-1].tokens
-    assert steps[-1].tokens >= 2 * json.loads((result.run / "run.json").read_text())["tokens"]["train"]
-
-
 def test_large_logits_are_computed_in_chunks(text: Path) -> None:
     assert resolved().loss_chunk == 0
     huge = resolved(preset="gpt2", vocab_size=2**24, n_tokens=10**9, n_layer=1, n_embd=16, n_head=1)
@@ -236,10 +216,8 @@ def test_large_logits_are_computed_in_chunks(text: Path) -> None:
 def test_huge_step_counts_resolve_immediately(text: Path) -> None:
     """Schedules are computed on demand."""
     small = {"n_layer": 1, "n_head": 1, "n_embd": 8, "block_size": 8, "batch_tokens": 64}
-    assert resolved(steps=10**12, **small).tokens(10**12) == 64 * 10**12
-    assert resolved(steps=10**6, batch_ramp=2**53, **small).tokens(10**6) < 64 * 10**6
     maxima = dict.fromkeys(("eval_every", "save_every", "warmup", "decay", "patience", "sample_every"), 2**53)
-    resolved(steps=2**53, warmup_tokens=None, **maxima, **small)
+    resolved(steps=2**53, **maxima, **small)
     with pytest.raises(UserError, match=r"^1e\+15 epochs are 15,625,000,000,000,000,000 steps; the limit is 9,007,199"):
         resolved(epochs=1e15, n_tokens=10**6, **small)
     with pytest.raises(UserError, match="^minutes is 1e\\+300; it must be between 0 and 10,000,000"):
@@ -271,6 +249,3 @@ def test_too_little_memory_is_refused_before_allocation() -> None:
     codes = {"tokens": 2**20, "vocab_size": 1000, "teachers": (resolved().model,), "host_memory": 2**30}
     with pytest.raises(UserError, match=r"checkpoints and probabilities of teachers take 1\.\d GB of host memory"):
         recipe.check_model(resolved(), facts(device="cuda", memory=2**50, **codes))
-    with pytest.raises(UserError, match=r"too many sizes"):
-        ramp = {**small, "block_size": 1, "batch_tokens": 2**25, "batch_ramp": 10**12}
-        recipe.plan(TrainConfig(**ramp, micro_batch="1"), facts(host_memory=2**50))

@@ -36,7 +36,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "pairs": {**SIX_STEPS, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SIX_STEPS, "dtype": "bfloat16"},
     "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw"},
-    # Base models of `several.write_bases`. Batch sizes of a ramp are multiples of two micro-batches in all processes.
+    # Base models of `several.write_bases`.
     "phases": {
         **TUNED,
         "init": None,
@@ -48,7 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "teachers": 1,
         "steps": 8,
     },
-    "qwen2": {**TUNED, "init": "qwen2.gguf", "batch_tokens": 1024, "batch_ramp": 2000, "micro_batch": 2},
+    "qwen2": {**TUNED, "init": "qwen2.gguf", "batch_tokens": 1024, "micro_batch": 2},
     "qwen3": {**TUNED, "init": "qwen3", "chat": True},
     "preferences": {**TUNED, "init": "qwen3", "preferences": True, "lr": 1e-3},
     "mistral": {**TUNED, "init": "mistral-bfloat16", "block_size": 16},
