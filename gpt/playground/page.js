@@ -136,6 +136,22 @@ function mark(part) {
   return node;
 }
 
+// Moves the reasoning of an answer, up to </think>, into an element that opens on demand. Some templates end the prompt
+// with <think>, so the answer can start without it.
+function fold(turn, node) {
+  let thoughts = turn.querySelector("details");
+  const isOpen = thoughts && !thoughts.lastElementChild.textContent.includes("</think>");
+  if (isOpen) thoughts.lastElementChild.append(node);
+  else if (!thoughts && node.textContent.includes(">") && /^\s*<think>|<\/think>/.test(turn.textContent)) {
+    thoughts = element("details");
+    thoughts.append(element("summary"), element("div"));
+    thoughts.lastElementChild.append(...turn.childNodes);
+    turn.append(thoughts);
+  } else return;
+  const isDone = thoughts.lastElementChild.textContent.includes("</think>");
+  thoughts.firstElementChild.textContent = isDone ? "Reasoning" : "Reasoning …";
+}
+
 // Redraws the marks of changed parts.
 function draw() {
   let unchanged = 0;
@@ -147,6 +163,7 @@ function draw() {
     marks.push(node);
     (!chat ? shade : part.role ? turns : turn).append(node);
     if (part.role) turn = node;
+    else if (chat) fold(turn, node);
   }
   $("prompts").hidden = Boolean(job || parts.length);
   if (follow && job && seen < 0) paper.scrollTop = paper.scrollHeight; // No scrolling while alternatives are open.

@@ -940,6 +940,21 @@ def test_answers_are_never_markup_and_are_sent_back_unchanged(open_chat: Any) ->
     assert page.inner_text("#status") == "The model ended its answer (probability 60.65 %)."
 
 
+@pytest.mark.parametrize(
+    "opening", [[b"<think>"], [b"<", b"think", b">"], []], ids=["one token", "three tokens", "in the prompt"]
+)
+def test_reasoning_is_folded(open_chat: Any, opening: list[bytes]) -> None:
+    page = open_chat()
+    mock_answer(page, *map(make_entry, [*opening, b"\nSo it is ", b"5 > 4", b"</", b"think>", b"\n\nYes", b" > no"]))
+    send_message(page, "Is it?")
+    shown = "[...document.querySelectorAll('.turn')].at(-1).innerText.trim()"
+    assert page.evaluate(shown).split() == ["Reasoning", "Yes", ">", "no"]
+    page.click(".turn summary")
+    assert page.evaluate(shown).startswith("Reasoning\n" + b"".join(opening).decode() + "\nSo it is 5 > 4</think>")
+    page.click("#undo")
+    assert page.locator(".turn").count() == 0
+
+
 def test_only_plain_enter_sends_a_message(open_chat: Any) -> None:
     page = open_chat()
     conversations = record_messages(page)
