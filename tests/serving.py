@@ -31,7 +31,8 @@ def load(path: Path) -> LanguageModel:
 
 class Served:
     def __init__(self, server: Server, sock: socket.socket, stop: Callable[[], None], notes: list[str]) -> None:
-        self.server, self.service, self.stop = server, server.service, stop
+        self.server, self.stop = server, stop
+        self.service = next(iter(server.services.values()))
         self.notes = notes
         self.port = sock.getsockname()[1]
         self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=60)
@@ -110,7 +111,7 @@ def served(
     size = min(config.context or context.size, context.size)
     training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
     service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)
-    server, sock, ready = Server(service, notes.append), servers.listen(config), threading.Event()
+    server, sock, ready = Server([service], notes.append), servers.listen(config), threading.Event()
     http = servers.http_server(server, ready.set)
 
     async def run() -> None:

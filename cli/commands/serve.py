@@ -1,12 +1,13 @@
 """``gpt serve``."""
 
 from pathlib import Path
+from typing import Annotated
 
 from gpt.config.serve import LOOPBACK, ServeConfig
 from gpt.system.distribution import install_extra
-from gpt.system.errors import WorkError
+from gpt.system.errors import UserError, WorkError
 
-from ..options import Base, Device, Dtype, Model, Threads, takes
+from ..options import MODEL_HELP, Base, Device, Dtype, Threads, option, takes
 from ..show import progress, render
 
 
@@ -14,7 +15,12 @@ from ..show import progress, render
 def serve(
     settings: ServeConfig,
     words: list[str],
-    model: Model = None,
+    model: Annotated[
+        list[str] | None,
+        option(
+            "--model", "-m", metavar="MODEL", help=f"{MODEL_HELP}; repeatable", show_default="best of the newest run"
+        ),
+    ] = None,
     base: Base = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -23,6 +29,7 @@ def serve(
     """Serve a model over an OpenAI-compatible API, with a chat page.
 
     gpt serve -m runs/book
+    gpt serve -m runs/book -m qwen.gguf
     gpt serve -m hf:Qwen/Qwen3-0.6B --dtype int8 --port 8080
     """
     if any(word.partition("=")[0] == "--api-key" for word in words):
@@ -33,18 +40,22 @@ def serve(
         from gpt import api
 
         try:
+            from gpt.serve.server import ServedModel
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
-    loaded = api.load(
-        model, base=base, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True
-    )
-    path = Path(loaded.path)
-    model_path = path.parent if (path.parent / "run.json").exists() else path
-    name = settings.name or model or model_path.as_posix()
-    if settings.name is None and Path(name).is_absolute():
-        name = Path(name).name  # Clients without a key can read the name, so it must not be a path.
-    run(
-        loaded.model, loaded.tokenizer, loaded.compute, name, settings,
-        lambda address: render.note(f"serving {name} at {address}"), render.note, path,
-    )  # fmt: skip
+    served = list[ServedModel]()
+    paths: list[str | None] = [*model] if model else [None]
+    for given in paths:
+        loaded = api.load(
+            given, base=base, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True
+        )
+        path = Path(loaded.path)
+        name = settings.name or given or (path.parent if (path.parent / "run.json").exists() else path).as_posix()
+        if settings.name is None and Path(name).is_absolute():
+            name = Path(name).name  # Clients without a key can read the name, so it must not be a path.
+        if name in [each.name for each in served]:
+            raise UserError(f"two models are called {name}", "leave out --name, or give paths that end differently")
+        served.append(ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, path))
+    names = ", ".join(each.name for each in served)
+    run(served, settings, lambda address: render.note(f"serving {names} at {address}"), render.note)

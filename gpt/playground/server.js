@@ -17,7 +17,17 @@ const engine = (() => {
     throw new Error(failure?.error?.message ?? `The server answered ${answer.status} ${answer.statusText}`);
   }
 
-  const get = async (path, body, signal) => (await ask(path, body, signal)).json();
+  // The model of this page, if the server has several.
+  const chosen = new URLSearchParams(location.search).get("model");
+  const withModel = (body) => body && { ...(chosen && { model: chosen }), ...body };
+  const get = async (path, body, signal) => (await ask(path, withModel(body), signal)).json();
+
+  function showModels(names, current) {
+    if (names.length < 2 || $("models").options.length) return;
+    $("models").append(...names.map((name) => new Option(name, name, false, name === current)));
+    $("models").hidden = false;
+    $("models").addEventListener("change", () => { location.search = new URLSearchParams({ model: $("models").value }); });
+  }
 
   async function* events(answer) {
     const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -48,10 +58,12 @@ const engine = (() => {
 
   return {
     async info() {
-      const { data: [{ id, context_length, layers, heads, can_trace, sampling }] } = await get("v1/models");
+      const { data: models } = await get("v1/models");
+      const { id, context_length, layers, heads, can_trace, sampling } = models.find((each) => each.id === chosen) ?? models[0];
+      showModels(models.map((each) => each.id), id);
       const facts = [`context: ${thousands(context_length)} tokens`];
       showName(id, facts); // These need no API key.
-      const tokenizer = await get("tokenizer_info");
+      const tokenizer = await get("tokenizer_info" + (chosen ? `?${new URLSearchParams({ model: chosen })}` : ""));
       $("key").hidden = true;
       return {
         id, context_length, facts, end: tokenizer.eos_token_id, ends: tokenizer.eos_token_ids,
@@ -67,7 +79,7 @@ const engine = (() => {
 
     async *complete({ ids, alternatives, off, ...settings }, signal) {
       const body = { prompt: ids.slice(-model.context_length), logprobs: alternatives, token_details: true, stream: true, ...settings };
-      for await (const { choices: [choice] } of events(await ask("v1/completions", body, signal))) {
+      for await (const { choices: [choice] } of events(await ask("v1/completions", withModel(body), signal))) {
         const tokens = choice.logprobs?.content ?? [];
         yield { tokens: tokens.map(({ top_logprobs: top, ...token }) => ({ ...token, top })), finish: choice.finish_reason ?? null };
       }

@@ -49,17 +49,19 @@ _UNSUPPORTED_APIS = (
 
 
 class Server:
-    """The ASGI application and its requests in flight."""
+    """The ASGI application and its requests in flight. The field ``model`` of a request chooses one of the services;
+    without it, the first answers."""
 
-    def __init__(self, service: Service, note: Callable[[str], None] = lambda text: None) -> None:
-        self.service, self.note = service, note
+    def __init__(self, services: Sequence[Service], note: Callable[[str], None] = lambda text: None) -> None:
+        self.services, self.note = {service.name: service for service in services}, note
+        self.config, metrics = services[0].config, services[0].metrics
         self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
-        metrics, worker = service.metrics, service.worker
-        metrics.waiting.set_function(lambda: sum(not answer.started for answer in service.pending))
-        metrics.running.set_function(lambda: worker.engine.running)
-        metrics.cached.set_function(lambda: sum(slot.length for slot in worker.engine.context.slots))
+        engines = [service.worker.engine for service in services]
+        metrics.waiting.set_function(lambda: sum(not answer.started for answer in self.pending))
+        metrics.running.set_function(lambda: sum(engine.running for engine in engines))
+        metrics.cached.set_function(lambda: sum(slot.length for engine in engines for slot in engine.context.slots))
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -79,14 +81,19 @@ class Server:
         ]
         routes.append(Route("/", partial(self._answer, "/", self._page), methods=["GET"]))
         routing = Starlette(routes=routes, exception_handlers={404: _not_found, 405: _not_allowed})
-        self.in_flight = InFlight(routing, service.metrics)
-        guard, log = Guard(self.in_flight, service.config), note if service.config.access_log else None
+        self.in_flight = InFlight(routing, metrics)
+        guard, log = Guard(self.in_flight, self.config), note if self.config.access_log else None
         self.app: ASGIApp = Access(guard, metrics, log)
+
+    @property
+    def pending(self) -> list[Answer]:
+        """The answers that are not complete."""
+        return [answer for service in self.services.values() for answer in service.pending]
 
     def abort(self) -> None:
         """Ends all requests with an error."""
         self.aborted = True
-        for answer in list(self.service.pending):
+        for answer in self.pending:
             answer.fail(_stopping_error())
 
     async def _answer(
@@ -97,8 +104,9 @@ class Server:
             if route not in _PUBLIC_ROUTES:
                 self._check_key(request)
             if request.method == "POST":
-                self._check_ready()
-                if self.in_flight.count > self.service.worker.rows + self.service.config.queue:
+                self._check_running()
+                rows = sum(service.worker.rows for service in self.services.values())
+                if self.in_flight.count > rows + self.config.queue:
                     raise busy_error("too many requests are waiting")
             response = await handler(request)
         except asyncio.CancelledError:  # The client disconnected.
@@ -117,13 +125,18 @@ class Server:
         return error
 
     def _check_key(self, request: Request) -> None:
-        key = self.service.config.api_key
+        key = self.config.api_key
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
         is_correct = key is None or hmac.compare_digest(token.strip().encode(), key.encode())
         if not is_correct or (key is not None and scheme.lower() != "bearer"):
             raise ApiError(
                 401, "the key is missing or wrong: send it as Authorization: Bearer KEY", code="invalid_api_key"
             )
+
+    async def _read(self, request: Request) -> tuple[dict[str, Any], Service]:
+        """Returns the fields of a request, and the service of its model."""
+        values = await self._json(request)
+        return values, self._find(values.get("model"))
 
     async def _json(self, request: Request) -> dict[str, Any]:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -147,92 +160,81 @@ class Server:
     # Small routes
 
     async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_object()]})
+        models = [_model_object(service) for service in self.services.values()]
+        return JSONResponse({"object": "list", "data": models})
 
     async def _model(self, request: Request) -> Response:
-        if request.path_params["id"] != self.service.name:
-            raise self._unknown_model(request.path_params["id"])
-        return JSONResponse(self._model_object())
+        return JSONResponse(_model_object(self._find(request.path_params["id"], ready=False)))
 
-    def _model_object(self) -> dict[str, Any]:
-        config = self.service.worker.engine.context.model.config
-        return {
-            "id": self.service.name, "object": "model", "created": self.service.created, "owned_by": "gpt",
-            "context_length": self.service.context_length, "layers": config.n_layer, "heads": config.n_head,
-            "can_trace": self.service.training is not None, "sampling": self.service.defaults,
-        }  # fmt: skip
-
-    def _unknown_model(self, name: str) -> ApiError:
-        return ApiError(
-            404, f'there is no model "{name:.80}"; this server has "{self.service.name}"', "model", "model_not_found"
-        )
+    def _find(self, name: Any, ready: bool = True) -> Service:
+        """Returns the service of a model. Raises `ApiError` for an unknown name, or `ApiError` or `UserError` if the
+        model cannot generate text."""
+        names = list(self.services)
+        service = self.services.get(names[0] if name is None else str(name))
+        if service is None:
+            known = " and ".join(f'"{each}"' for each in names)
+            message = f'there is no model "{clean(str(name)):.80}"; this server has {known}'
+            raise ApiError(404, message, "model", "model_not_found")
+        if ready:
+            _check_ready(service)
+        return service
 
     async def _health(self, request: Request) -> Response:
-        self._check_ready()
+        self._check_running()
+        for service in self.services.values():
+            _check_ready(service)
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(
-            generate_latest(self.service.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        registry = next(iter(self.services.values())).metrics.registry
+        return Response(generate_latest(registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _tokenize(self, request: Request) -> Response:
-        text = (values := await self._json(request)).get("prompt")
+        values, service = await self._read(request)
+        text = values.get("prompt")
         if values.get("messages") is not None:
             if text is not None:
                 raise ApiError(400, "prompt and messages cannot be combined; send one of them", "prompt")
             chat_prompt = await self._in_thread(request, lambda: read_chat_prompt(values))
-            ids = await self._encode(request, (await self._render(request, chat_prompt))[0])
+            ids = await self._encode(request, service, (await self._render(request, service, chat_prompt))[0])
         elif isinstance(text, str):
             adds_bos = values.get("add_special_tokens") is not False
-            ids = await self._in_thread(request, lambda: self._to_ids(clean(text), adds_bos))
+            ids = await self._in_thread(request, lambda: _to_ids(service, clean(text), adds_bos))
         else:
             raise ApiError(400, "prompt must be a string", "prompt")
-        values = {"count": len(ids), "max_model_len": self.service.context_length, "tokens": ids}
+        values = {"count": len(ids), "max_model_len": service.context_length, "tokens": ids}
         return await self._in_thread(request, lambda: JSONResponse(values))
 
-    def _to_ids(self, text: str, adds_bos: bool) -> list[int]:
-        """Returns the ids of a text. If the text is a special token, returns only its id."""
-        tokenizer = self.service.tokenizer
-        if text in tokenizer.all_specials:
-            return [tokenizer.all_specials[text]]
-        ids: list[int] = tokenizer.encode(text, specials=bool(tokenizer.files)).tolist()
-        return [tokenizer.bos, *ids] if adds_bos and tokenizer.bos is not None else ids
-
     async def _detokenize(self, request: Request) -> Response:
-        values = await self._json(request)
+        values, service = await self._read(request)
 
         def decode() -> Response:
-            return JSONResponse({"prompt": self.service.tokenizer.decode(self._ids(values, "tokens"))})
+            return JSONResponse({"prompt": service.tokenizer.decode(_read_ids(service, values, "tokens"))})
 
         return await self._in_thread(request, decode)
 
-    def _ids(self, values: dict[str, Any], name: str) -> list[int]:
-        ids, vocab_size = values.get(name), self.service.tokenizer.usable
-        if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
-            raise ApiError(400, f"{name} must be a list of ids below {vocab_size:,}", name)
-        return ids
-
     async def _inspect(self, request: Request) -> Response:
-        ids = self._ids(await self._json(request), "ids")
+        values, service = await self._read(request)
+        ids = _read_ids(service, values, "ids")
         if not ids:
             raise ApiError(400, "ids must not be empty", "ids")
         async with self._inspecting:  # Between two inspections, the worker computes a step of all requests.
-            values = await self.service.worker.run(lambda context: inspect(context, self.service.tokenizer, ids))
+            values = await service.worker.run(lambda context: inspect(context, service.tokenizer, ids))
         return await self._in_thread(request, lambda: JSONResponse(values))
 
     async def _trace(self, request: Request) -> Response:
-        values, training = await self._json(request), self.service.training
+        values, service = await self._read(request)
+        training = service.training
         if training is None:
             raise ApiError(403, "this server does not show passages of its training text")
-        ids, indexes = self._ids(values, "ids"), [values.get("at"), values.get("first", 0)]
+        ids, indexes = _read_ids(service, values, "ids"), [values.get("at"), values.get("first", 0)]
         for name, index, end in zip(("at", "first"), indexes, (len(ids), len(ids) + 1), strict=True):
             if type(index) is not int or not 0 <= index < end:
                 raise ApiError(400, f"{name} must be an index of ids", name)
         return JSONResponse(await self._in_thread(request, lambda: training.trace(ids, *indexes), "large text"))
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        tokenizer = self.service.tokenizer
+        tokenizer = self._find(request.query_params.get("model")).tokenizer
         words = {id: word for word, id in tokenizer.all_specials.items()}
         return JSONResponse({
             "tokenizer_class": "gpt", "name": tokenizer.name, "vocab_size": tokenizer.vocab_size,
@@ -249,39 +251,37 @@ class Server:
     # Texts
 
     async def _completions(self, request: Request) -> Response:
-        values = await self._json(request)
-        limit, defaults = self.service.limit_tokens, self.service.defaults
+        values, service = await self._read(request)
+        limit, defaults = service.limit_tokens, service.defaults
         texts, generation = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
-        self._check_model(values)
-        prompts = await self._in_thread(request, lambda: [self._prompt(text) for text in texts])
-        return await self._generate(request, prompts, generation, CompletionForm())
+        prompts = await self._in_thread(request, lambda: [_make_prompt(service, text) for text in texts])
+        return await self._generate(request, service, prompts, generation, CompletionForm())
 
     async def _chat(self, request: Request) -> Response:
-        values = await self._json(request)
-        limit, defaults = self.service.limit_tokens, self.service.defaults
+        values, service = await self._read(request)
+        limit, defaults = service.limit_tokens, service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
-        self._check_model(values)
-        text, parts = await self._render(request, chat_prompt)
-        self._check_length(text, "messages")
-        ids = await self._encode(request, text)
-        prompt, free_positions = self._prompt(ids, "messages"), self.service.context_length - len(ids)
+        text, parts = await self._render(request, service, chat_prompt)
+        _check_length(service, text, "messages")
+        ids = await self._encode(request, service, text)
+        prompt, free_positions = _make_prompt(service, ids, "messages"), service.context_length - len(ids)
         if free_positions < 1:
             raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
         generation = replace(generation, config=config, **parts)
-        return await self._generate(request, [prompt], generation, ChatForm())
+        return await self._generate(request, service, [prompt], generation, ChatForm())
 
-    async def _render(self, request: Request, chat_prompt: ChatPrompt) -> tuple[str, dict[str, Any]]:
+    async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> tuple[str, dict[str, Any]]:
         """Renders a conversation with the chat template. Also returns the fields of `Generation` that depend on it."""
-        tokenizer, messages, tools = self.service.tokenizer, chat_prompt.messages, chat_prompt.tools
+        tokenizer, messages, tools = service.tokenizer, chat_prompt.messages, chat_prompt.tools
         if tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
 
         def render() -> tuple[str, dict[str, Any]]:
             has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-            call_format = self.service.call_format if tools or has_calls else None
+            call_format = service.call_format if tools or has_calls else None
             is_plain = call_format is not None and not call_format.in_template
             options = {"answer": chat_prompt.answer, "open_end": chat_prompt.open_end}
             specs = tools.specs if tools and not is_plain else None
@@ -297,58 +297,35 @@ class Server:
 
         return await self._in_thread(request, render, lane="chat")
 
-    async def _encode(self, request: Request, text: str) -> list[int]:
+    async def _encode(self, request: Request, service: Service, text: str) -> list[int]:
         """Returns the ids of a rendered conversation."""
-        return await self._in_thread(request, lambda: self.service.tokenizer.encode(text, specials=True).tolist())
+        return await self._in_thread(request, lambda: service.tokenizer.encode(text, specials=True).tolist())
 
-    def _check_model(self, values: dict[str, Any]) -> None:
-        name = values.get("model")
-        if name is not None and name != self.service.name:
-            raise self._unknown_model(clean(str(name)))
-
-    def _prompt(self, text_or_ids: str | Sequence[int], field: str = "prompt") -> Prompt:
-        limit, vocab_size = self.service.context_length, self.service.tokenizer.usable
-        if isinstance(text_or_ids, str):
-            self._check_length(text_or_ids)
-        prompt = read_prompt(self.service.tokenizer, text_or_ids)
-        if not all(0 <= id < vocab_size for id in prompt.ids):
-            raise ApiError(400, f"prompt has an id that is not below {vocab_size:,}", "prompt")
-        if len(prompt.ids) > limit:
-            raise _too_long_error(field, f"{len(prompt.ids):,} tokens, but the context has {limit:,}")
-        return prompt
-
-    def _check_length(self, text: str, field: str = "prompt") -> None:
-        """Raises `ApiError` if a lower bound on the text's tokens exceeds the context. Does not tokenize."""
-        limit, min_tokens = self.service.context_length, self.service.tokenizer.estimate_min_tokens(text)
-        if min_tokens > limit:
-            raise _too_long_error(field, f"at least {min_tokens:,} tokens, but the context has {limit:,}")
-
-    def _check_ready(self) -> None:
-        """Raises `ApiError` or `UserError` if the server cannot generate text."""
+    def _check_running(self) -> None:
+        """Raises `ApiError` if the server is about to end."""
         if self.stopping:
             raise _stopping_error()
-        if (failure := self.service.worker.engine.failure) is not None:
-            raise failure
-        self.service.stamps.check()
 
-    async def _generate(self, request: Request, prompts: list[Prompt], generation: Generation, form: Form) -> Response:
-        self._check_size(prompts, generation)
+    async def _generate(
+        self, request: Request, service: Service, prompts: list[Prompt], generation: Generation, form: Form
+    ) -> Response:
+        _check_size(service, prompts, generation)
         constraint = None
         if generation.constrained_by is not None:
             try:
                 find_constraint = partial(
-                    self.service.constraints.find, generation.config, generation.tools_grammar, generation.thinking
+                    service.constraints.find, generation.config, generation.tools_grammar, generation.thinking
                 )
                 size = sum(map(len, generation.tools_grammar or (generation.config.constraint or ("", ""))[1]))
                 lane = "constraint" if size <= SMALL_CONSTRAINT else "large constraint"
                 constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
                 raise ApiError(400, error.message, generation.constrained_by) from None
-        answer = await self._in_thread(request, lambda: Answer(self.service, prompts, generation, constraint))
+        answer = await self._in_thread(request, lambda: Answer(service, prompts, generation, constraint))
         if self.aborted:
             raise _stopping_error()
-        pending_texts = sum(len(pending.choices) for pending in (*self.service.pending, answer))
-        if len(answer.choices) > self.service.worker.rows and pending_texts > MAX_PENDING_TEXTS:
+        pending_texts = sum(len(pending.choices) for pending in (*self.pending, answer))
+        if len(answer.choices) > service.worker.rows and pending_texts > MAX_PENDING_TEXTS:
             raise busy_error("too many large requests are in flight")
         request.state.answer = answer
         answer.begin()
@@ -362,20 +339,72 @@ class Server:
         finally:
             answer.end()
 
-    def _check_size(self, prompts: list[Prompt], generation: Generation) -> None:
-        config, vocab_size = generation.config, self.service.tokenizer.usable
-        if any(id >= vocab_size for id, _ in generation.bias):
-            raise ApiError(400, f"logit_bias has an id that is not below {vocab_size:,}", "logit_bias")
-        longest = max(len(prompt.ids) for prompt in prompts)
-        texts = len(prompts) * generation.n
-        if texts > MAX_TEXTS:
-            raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MAX_TEXTS:,}", "n")
-        tokens = texts * (config.max_tokens + (longest if generation.echo else 0))
-        if tokens * (1 + (config.logprobs or 0)) > MAX_VALUES:
-            raise ApiError(
-                400, f"max_tokens: {texts:,} completions of {tokens:,} tokens in all, with log-probabilities, exceed "
-                f"{MAX_VALUES:,} values; request fewer at once", "max_tokens",
-            )  # fmt: skip
+
+def _model_object(service: Service) -> dict[str, Any]:
+    config = service.worker.engine.context.model.config
+    return {
+        "id": service.name, "object": "model", "created": service.created, "owned_by": "gpt",
+        "context_length": service.context_length, "layers": config.n_layer, "heads": config.n_head,
+        "can_trace": service.training is not None, "sampling": service.defaults,
+    }  # fmt: skip
+
+
+def _check_ready(service: Service) -> None:
+    """Raises `UserError` if the model cannot generate text."""
+    if (failure := service.worker.engine.failure) is not None:
+        raise failure
+    service.stamps.check()
+
+
+def _to_ids(service: Service, text: str, adds_bos: bool) -> list[int]:
+    """Returns the ids of a text. If the text is a special token, returns only its id."""
+    tokenizer = service.tokenizer
+    if text in tokenizer.all_specials:
+        return [tokenizer.all_specials[text]]
+    ids: list[int] = tokenizer.encode(text, specials=bool(tokenizer.files)).tolist()
+    return [tokenizer.bos, *ids] if adds_bos and tokenizer.bos is not None else ids
+
+
+def _read_ids(service: Service, values: dict[str, Any], name: str) -> list[int]:
+    ids, vocab_size = values.get(name), service.tokenizer.usable
+    if not isinstance(ids, list) or not all(type(id) is int and 0 <= id < vocab_size for id in ids):
+        raise ApiError(400, f"{name} must be a list of ids below {vocab_size:,}", name)
+    return ids
+
+
+def _make_prompt(service: Service, text_or_ids: str | Sequence[int], field: str = "prompt") -> Prompt:
+    limit, vocab_size = service.context_length, service.tokenizer.usable
+    if isinstance(text_or_ids, str):
+        _check_length(service, text_or_ids)
+    prompt = read_prompt(service.tokenizer, text_or_ids)
+    if not all(0 <= id < vocab_size for id in prompt.ids):
+        raise ApiError(400, f"prompt has an id that is not below {vocab_size:,}", "prompt")
+    if len(prompt.ids) > limit:
+        raise _too_long_error(field, f"{len(prompt.ids):,} tokens, but the context has {limit:,}")
+    return prompt
+
+
+def _check_length(service: Service, text: str, field: str = "prompt") -> None:
+    """Raises `ApiError` if a lower bound on the text's tokens exceeds the context. Does not tokenize."""
+    limit, min_tokens = service.context_length, service.tokenizer.estimate_min_tokens(text)
+    if min_tokens > limit:
+        raise _too_long_error(field, f"at least {min_tokens:,} tokens, but the context has {limit:,}")
+
+
+def _check_size(service: Service, prompts: list[Prompt], generation: Generation) -> None:
+    config, vocab_size = generation.config, service.tokenizer.usable
+    if any(id >= vocab_size for id, _ in generation.bias):
+        raise ApiError(400, f"logit_bias has an id that is not below {vocab_size:,}", "logit_bias")
+    longest = max(len(prompt.ids) for prompt in prompts)
+    texts = len(prompts) * generation.n
+    if texts > MAX_TEXTS:
+        raise ApiError(400, f"n: {texts:,} completions are requested; the limit is {MAX_TEXTS:,}", "n")
+    tokens = texts * (config.max_tokens + (longest if generation.echo else 0))
+    if tokens * (1 + (config.logprobs or 0)) > MAX_VALUES:
+        raise ApiError(
+            400, f"max_tokens: {texts:,} completions of {tokens:,} tokens in all, with log-probabilities, exceed "
+            f"{MAX_VALUES:,} values; request fewer at once", "max_tokens",
+        )  # fmt: skip
 
 
 def _stopping_error() -> ApiError:

@@ -8,7 +8,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,13 @@ class _Uvicorn(uvicorn.Server):
             self.ready()
 
 
-def make_context(model: GPT, compute: Compute, config: ServeConfig, vocab_size: int, note: Note) -> Context:
-    """Creates a context for ``max_batch`` sequences. By default, the device and its memory determine the number. Raises
-    `UserError` if memory is too small."""
+def make_context(
+    model: GPT, compute: Compute, config: ServeConfig, vocab_size: int, note: Note, models: int = 1
+) -> Context:
+    """Creates a context for ``max_batch`` sequences. By default, the device and its memory, which so many ``models``
+    share, determine the number. Raises `UserError` if memory is too small."""
     size, device = min(model.config.block_size, config.context or model.config.block_size), compute.device.type
-    share = CPU_CACHE_SHARE if device == "cpu" else CACHE_SHARE
+    share = (CPU_CACHE_SHARE if device == "cpu" else CACHE_SHARE) / models
     rows = config.max_batch or max(1, min(MAX_BATCH[device], capacity(model, compute, size, share)))
     try:
         return Context(model, compute, rows, vocab_size=vocab_size, size=size, note=note)
@@ -135,36 +138,47 @@ def listen(config: ServeConfig) -> socket.socket:
         ) from None
 
 
-def serve(
-    model: GPT,
-    tokenizer: Tokenizer,
-    compute: Compute,
-    name: str,
-    config: ServeConfig,
-    ready: Callable[[str], None] = lambda address: None,
-    note: Callable[[str], None] = lambda text: None,
-    path: Path | None = None,
-) -> None:
-    """Serves a model that was loaded for sampling, until a signal arrives.
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that was loaded for sampling, and its name for clients. Sampling defaults and training text are read for
+    ``path``."""
 
-    Calls ``ready`` with the address once it accepts requests. Reads sampling defaults and training text for ``path``.
-    Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end.
-    """
-    context = make_context(model, compute, config, tokenizer.vocab_size, note)
-    metrics = ServerMetrics()
+    name: str
+    model: GPT
+    tokenizer: Tokenizer
+    compute: Compute
+    path: Path | None = None
+
+
+def make_service(served: ServedModel, config: ServeConfig, metrics: ServerMetrics, note: Note, models: int) -> Service:
+    """Makes the service of one of so many ``models``. Raises `UserError` if memory is too small."""
+    tokenizer, path = served.tokenizer, served.path
+    context = make_context(served.model, served.compute, config, tokenizer.vocab_size, note, models)
     worker = Worker(context, tokenizer.ends, metrics)
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     training = TrainingText(find_training_tokens(path, tokenizer)) if path and config.with_text else None
     stamps = Stamps(folder.weight_files(folder.home(path)) if path else ())
     created = int(time.time())
-    service = Service(name, tokenizer, context.size, worker, config, metrics, created, defaults, training, stamps)
+    return Service(served.name, tokenizer, context.size, worker, config, metrics, created, defaults, training, stamps)
+
+
+def serve(
+    models: Sequence[ServedModel],
+    config: ServeConfig,
+    ready: Callable[[str], None] = lambda address: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Serves models until a signal arrives. Calls ``ready`` with the address once it accepts requests. Raises
+    `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end."""
+    metrics = ServerMetrics()
+    services = [make_service(served, config, metrics, note, len(models)) for served in models]
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:
         waiting.end_threads()  # The worker thread creates its own OpenMP threads.
         host = f"[{config.host}]" if ":" in config.host else config.host
         address = f"http://{host}:{listener.getsockname()[1]}"
-        signum = asyncio.run(_serve(Server(service, note), listener, lambda: ready(address), note))
+        signum = asyncio.run(_serve(Server(services, note), listener, lambda: ready(address), note))
     raise Interrupted(signum, "the server has stopped")
 
 
@@ -192,7 +206,7 @@ def http_server(server: Server, ready: Callable[[], None]) -> uvicorn.Server:
 async def _serve(
     server: Server, listener: socket.socket, ready: Callable[[], None], note: Callable[[str], None]
 ) -> int:
-    worker, loop = server.service.worker, asyncio.get_running_loop()
+    workers, loop = [service.worker for service in server.services.values()], asyncio.get_running_loop()
     http = http_server(server, ready)
     tasks: list[asyncio.Task[None]] = []
 
@@ -207,17 +221,19 @@ async def _serve(
         on_first=lambda signum: loop.call_soon_threadsafe(finish),
         on_second=lambda signum: loop.call_soon_threadsafe(end_at_once),
     ) as stop:
-        worker.start(loop)
+        for worker in workers:
+            worker.start(loop)
         try:
             await http.serve(sockets=[listener])
         finally:
-            worker.stop()
+            for worker in workers:
+                worker.stop()
     return stop.signum or signal.SIGTERM
 
 
 async def _finish(server: Server, http: uvicorn.Server, note: Callable[[str], None]) -> None:
     """Stops the server when its requests have ended. Requests that exceed the grace period end with an error."""
-    in_flight, grace = server.in_flight, server.service.config.grace
+    in_flight, grace = server.in_flight, server.config.grace
     server.stopping = True
     if in_flight.count:
         note(f"{counted(in_flight.count, 'request')} may run for {grace:g} s more; press Ctrl-C again to stop at once")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -17,7 +18,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import Gpt, more, one_line_of_what_and_what_next, spawn
+from conftest import FAST, Gpt, make_text, more, one_line_of_what_and_what_next, spawn
 from serving import Served, events, load, received, request, served
 
 from gpt.api import LanguageModel
@@ -726,20 +727,19 @@ def test_sampling_defaults_are_printed_at_startup(
         raise UserError("before it listens")
 
     monkeypatch.setattr(server, "listen", stop)
+    served = server.ServedModel("tiny", model.model, model.tokenizer, model.compute, tmp_path)
     for defaults in ("model", "openai"):
         notes = list[str]()
         config = ServeConfig(port=0, max_batch=1, defaults=defaults)
         with pytest.raises(UserError, match="before it listens"):
-            server.serve(model.model, model.tokenizer, model.compute, "tiny", config, note=notes.append, path=tmp_path)
+            server.serve([served], config, note=notes.append)
         expected = (
             "sampling defaults from generation_config.json: temperature 0.6, top-k 20; --defaults openai turns them off"
         )
         assert notes == [expected] * (defaults == "model")
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config\.json") as error:
-        server.serve(
-            model.model, model.tokenizer, model.compute, "tiny", ServeConfig(port=0, max_batch=1), path=tmp_path
-        )
+        server.serve([served], ServeConfig(port=0, max_batch=1))
     assert "--defaults openai" in error.value.hint
 
 
@@ -747,7 +747,8 @@ def test_kv_cache_larger_than_memory_is_an_error(model: LanguageModel, monkeypat
     monkeypatch.setattr(type(model.compute), "memory", lambda compute: 300_000)
     monkeypatch.setattr(server, "listen", lambda config: pytest.fail("it listens"))
     with pytest.raises(UserError, match="the KV cache of") as error:
-        server.serve(model.model, model.tokenizer, model.compute, "tiny", ServeConfig(port=0, max_batch=1000))
+        served = server.ServedModel("tiny", model.model, model.tokenizer, model.compute)
+        server.serve([served], ServeConfig(port=0, max_batch=1000))
     assert "--max-batch" in error.value.hint
 
 
@@ -784,6 +785,57 @@ def serve(run_folder: Path) -> Iterator[Callable[..., Process]]:
             return process
 
         yield start
+
+
+@pytest.mark.slow
+def test_a_server_of_two_models_answers_as_each_alone(
+    serve: Callable[..., Process], run_folder: Path, workdir: Path
+) -> None:
+    import gpt
+
+    text = Path("other.txt")
+    text.write_text(make_text()[::-1])
+    other = gpt.train(text, out="other", steps=5, **{**FAST, "block_size": 16, "batch_tokens": 256}).run
+    process = serve("-m", other, "--max-batch", "2")
+    (first, second), client = process.line.removeprefix("serving ").partition(" at ")[0].split(", "), process.client
+    assert [(each["id"], each["context_length"]) for each in client.get("/v1/models").json()["data"]] == [
+        (first, 32), (second, 16),
+    ]  # fmt: skip
+
+    def ask(at: int) -> str:
+        body = {"prompt": "the", "seed": at, "max_tokens": 12, "temperature": 0.8, "model": (first, second)[at % 2]}
+        answer = client.post("/v1/completions", json=body).json()
+        assert answer["model"] == body["model"]
+        return str(answer["choices"][0]["text"])
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(12)))
+    for path, share in ((run_folder, texts[::2]), (other, texts[1::2])):
+        seeds = range(path == other, 12, 2)
+        alone = [load(path).generate("the", seed=seed, max_tokens=12, temperature=0.8)[0] for seed in seeds]
+        assert share == alone
+    assert client.post("/v1/completions", json={"prompt": "the", "max_tokens": 1}).json()["model"] == first
+    for route, body in (("completions", {"prompt": "a"}), ("inspect", {"ids": [1]}), ("tokenize", {"prompt": "a"})):
+        error = client.post(f"/v1/{route}", json={**body, "model": "gpt-4"})
+        assert error.status_code == 404
+        assert (
+            error.json()["error"]["message"] == f'there is no model "gpt-4"; this server has "{first}" and "{second}"'
+        )
+    for name, path in ((first, run_folder), (second, other)):
+        ids = client.post("/tokenize", json={"prompt": "the text", "model": name}).json()["tokens"]
+        assert ids == gpt.load(path).tokenizer.encode("the text").tolist()
+    assert client.get("/metrics").text.count("gpt_texts_running 0.0") == 1
+    shutil.rmtree(other)  # The first still answers when the second's files are gone.
+    assert client.get(f"/v1/models/{second}").status_code == 200
+    process.process.send_signal(signal.SIGTERM)
+    assert process.end()[0] == 143
+
+
+@pytest.mark.parametrize("words", [("-m", "{run}"), ("-m", "other", "--name", "book")])
+def test_models_of_one_name_are_refused(gpt: Gpt, run_folder: Path, words: tuple[str, ...]) -> None:
+    shutil.copytree(run_folder, "other")
+    result = gpt("serve", "-m", run_folder, *(word.format(run=run_folder) for word in words))
+    one_line_of_what_and_what_next(result, "two models are called ")
 
 
 @pytest.mark.slow

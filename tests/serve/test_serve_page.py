@@ -296,6 +296,27 @@ def test_text_and_numbers_equal_the_api(open_page: Any, address: str) -> None:
     assert page.locator("#facts").inner_text() == "context: 32 tokens"
 
 
+def test_menu_chooses_one_of_several_models(open_page: Any, address: str) -> None:
+    page = open_page()
+    assert page.locator("#models").is_hidden()
+    with urllib.request.urlopen(f"{address}/v1/models") as answer:
+        (real,) = json.load(answer)["data"]
+    body = json.dumps({"data": [{**real, "id": "first"}, real]})
+    page.route("**/v1/models", lambda route: route.fulfill(content_type="application/json", body=body))
+    page.goto(address)
+    page.wait_for_selector("body[data-ready]")
+    assert page.evaluate("[...$('models').options].map((option) => option.value)") == ["first", NAME]
+    assert (page.input_value("#models"), page.inner_text("#name")) == ("first", "first")
+    with page.expect_navigation():
+        page.select_option("#models", NAME)
+    page.wait_for_selector("body[data-ready]")
+    assert page.inner_text("#name") == NAME
+    bodies = record_requests(page)
+    assert write_text(page, "the ", max_tokens=2)
+    assert [body["model"] for body in bodies] == [NAME]
+    assert page.input_value("#models") == NAME
+
+
 def test_undo_and_redo_restore_text_and_marks(open_page: Any) -> None:
     page = open_page()
     texts = ["the cat", write_text(page, "the cat", max_tokens=5), write_text(page), write_text(page)]
