@@ -41,6 +41,8 @@ HELP = """\
 QUOTES = '"""'
 UNUSED = ("batch", "logprobs", "echo_logprobs")  # Settings without effect on a conversation.
 HISTORY_LINES = 1000
+ENDING = 16  # Ids at the end of a prompt that tell whether the answer starts with reasoning.
+THINKING = "(thinking …)\n\n"
 
 
 class Interaction:
@@ -132,20 +134,28 @@ class Interaction:
         self._answer(self.messages[:-1], self.messages[-1]["content"])
 
     def _answer(self, messages: list[dict[str, str]], start: str | None = None) -> None:
-        """Answers the last message or, if an answer's ``start`` is given, extends it. After an error, or if Ctrl-C
-        comes before any text, the conversation is as before."""
+        """Answers the last message or, if an answer's ``start`` is given, extends it. Does not show reasoning. After an
+        error, or if Ctrl-C comes before any text, the conversation is as before."""
+        from gpt.chat.tool_calls import AnswerParser, Parts, find_thinking
+
         before, settings, size = (self.messages, self.finish_reason), self.settings, self.loaded.model.config.block_size
-        text = start or ""
+        text, tokenizer, parser, parts = start or "", self.loaded.tokenizer, AnswerParser("", None), Parts()
         prompt: str | list[int] = messages[-1]["content"] + text
         if self.is_chat:
-            prompt, messages = self._chat_prompt(messages, self.loaded.tokenizer.encode(text, continues=True).tolist())
+            started = tokenizer.encode(text, continues=True).tolist()
+            prompt, messages = self._chat_prompt(messages, started)
+            opening = tokenizer.decode(prompt[: len(prompt) - len(started)][-ENDING:])
+            parser = AnswerParser(find_thinking(tokenizer, opening), None)
+            parser.push(text, False, parts)
             settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
         elif start is None:
             terminal.write(messages[-1]["content"])
         writing = self.loaded.write(prompt, settings, self.seed, self.index)
         try:
             for piece in writing:
-                terminal.write(piece)
+                has_thought, parts.text = bool(parts.reasoning), ""
+                parser.push(piece, False, parts)
+                terminal.write(THINKING * (bool(parts.reasoning) - has_thought) + parts.text)
                 text += piece
                 if piece:
                     self.messages, self.finish_reason = [*messages, {"role": "assistant", "content": text}], ""
@@ -153,7 +163,8 @@ class Interaction:
             self.messages, self.finish_reason = before
             raise
         finally:
-            terminal.write("\n")
+            parser.push("", True, last := Parts())
+            terminal.write(last.text + "\n")
         self.messages = [*messages, {"role": "assistant", "content": text}]
         self.finish_reason = writing.sample.finish_reason
         overflows = [(writing.sample.dropped, writing.sample.slid)]
