@@ -117,6 +117,8 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
 T = TypeVar("T")
 ReadFile = Callable[[PackedFile, str], Iterator[T]]  # Reads an unpacked file, given its suffix.
 MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
+# Formats that gpt does not read, and how to convert them.
+UNSUPPORTED = dict.fromkeys((".doc", ".odt", ".rtf", ".fb2"), "save it as .docx (LibreOffice), or convert it with pandoc")
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
 RECORD_FORMATS: dict[str, type[Records[Any]]] = {
@@ -190,6 +192,9 @@ class Reader:
                 for member in members:
                     with self._skipping(member.name):
                         yield from self._unpack(member, read)
+        elif ending in UNSUPPORTED:
+            hint = f"{UNSUPPORTED[ending]}; or skip it with --skip-bad"
+            raise UserError(f"{file.name}: gpt does not read {ending} files", hint)
         else:
             yield from read(file, ending)
 

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
 from gpt.documents import catalogue
-from gpt.documents.documents import Skipped, is_plain
+from gpt.documents.documents import UNSUPPORTED, Skipped, is_plain
 from gpt.documents.download import OnBytes, ignore
 from gpt.documents.formats import SAMPLE, guess_wide
 from gpt.documents.unpack import (
@@ -118,7 +118,7 @@ def _file_type(path: str) -> int:
 
 # Suffixes of files that are known not to be text. They are read only if they are named.
 _is_not_text = re.compile(
-    r".*\.(7z|a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|doc|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
+    r".*\.(7z|a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
     r"|jpe?g|lib|m4[av]|mk[av]|mo|mov|mp[34]|msi|np[yz]|o|obj|od[ps]|ogg|onnx|opus|otf|pack|pcap|pdb|pickle|pkl|png|pptx?"
     r"|psd|pth?|py[cdo]|rar|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
 ).fullmatch
@@ -137,7 +137,7 @@ def _is_text(path: str) -> bool:
         file = PackedFile(path, Path(path).name.lower(), partial(open_source, source, lambda size: None))
         while (ending := "." + file.kind.rpartition(".")[2]) in UNPACK:
             file = file.unpack(ending)
-        if _is_not_text(file.kind):
+        if _is_not_text(file.kind) or ending in UNSUPPORTED:
             return False
         if is_plain(replace(source, name=file.kind)):
             with contextlib.closing(file.open()) as stream:
