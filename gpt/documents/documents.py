@@ -121,6 +121,7 @@ MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 UNSUPPORTED = {
     **dict.fromkeys((".doc", ".odt", ".rtf", ".fb2"), "save it as .docx (LibreOffice), or convert it with pandoc"),
     **dict.fromkeys((".mbox", ".eml"), "write the text of its mails to .jsonl: Python's module mailbox reads them"),
+    **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
 }
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 

@@ -118,9 +118,9 @@ def _file_type(path: str) -> int:
 
 # Suffixes of files that are known not to be text. They are read only if they are named.
 _is_not_text = re.compile(
-    r".*\.(7z|a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
+    r".*\.(a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
     r"|jpe?g|lib|m4[av]|mk[av]|mo|mov|mp[34]|msi|np[yz]|o|obj|od[ps]|ogg|onnx|opus|otf|pack|pcap|pdb|pickle|pkl|png|pptx?"
-    r"|psd|pth?|py[cdo]|rar|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
+    r"|psd|pth?|py[cdo]|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
 ).fullmatch
 _is_lock_file = re.compile(
     r"(bun|cargo|composer|flake|gemfile|mix|pdm|pipfile|podfile|poetry|pubspec|uv|yarn)\.lock|go\.sum|gradle\.lockfile"
@@ -307,7 +307,7 @@ def run_name(texts: Sequence[str]) -> str:
     path = Path(os.path.abspath(text))
     while glob.has_magic(path.name) and not exists:  # A run on a pattern is named after the folder.
         path = path.parent
-    if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst"):
+    if path.suffix.lower() in (".gz", ".zst"):
         path = path.with_suffix("")
     return (path.name if path.is_dir() else path.stem) or "text"
 

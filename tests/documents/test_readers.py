@@ -1,12 +1,10 @@
 """Document formats, archives, compression, encodings and damage."""
 
-import bz2
 import contextlib
 import csv
 import gzip
 import io
 import json
-import lzma
 import re
 import sys
 import tarfile
@@ -122,7 +120,7 @@ FORMATS: dict[str, Callable[[list[str]], bytes]] = {
 }  # fmt: skip
 
 
-PACKERS = [("", bytes), (".gz", gzip.compress), (".bz2", bz2.compress), (".xz", lzma.compress), (".zst", compress_zstd)]
+PACKERS = [("", bytes), (".gz", gzip.compress), (".zst", compress_zstd)]
 
 
 @pytest.mark.parametrize("skip_bad", [False, True])
@@ -233,11 +231,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "gzip cut": ("x.gz", gzip.compress(b"hello")[:-9], "x.gz is damaged: .*ended before"),
     "gzip changed": ("x.gz", gzip.compress(b"hello")[:-8] + b"12345678", "x.gz is damaged: CRC check failed"),
     "zstd cut": ("x.zst", compress_zstd(b"hello" * 100)[:-3], "x.zst is damaged: Compressed file ended before"),
-    "bzip2 and more": ("x.bz2", bz2.compress(b"hello") + b"more", "x.bz2 is damaged: Invalid data stream"),
-    "bzip2 cut": ("x.bz2", bz2.compress(b"hello")[:-3], "x.bz2 is damaged: Compressed file ended before"),
-    "no xz": ("x.xz", b"hello, this is text", "x.xz is damaged: Input format not supported"),
-    "xz cut": ("x.txz", lzma.compress(make_tar(("a", b"a")))[:-4], "x.txz is damaged: Compressed file ended before"),
-    "xz of a large dictionary": ("x.xz", lzma.compress(b"hello", filters=[{"id": lzma.FILTER_LZMA2, "dict_size": 2**28}]), "x.xz needs more than 128 MiB of memory"),
+    "xz": ("x.tar.xz", b"", "x.tar.xz: gpt does not read .xz files"),
     "no json": ("x.jsonl", b'{"text": "a"}\nhello', "x.jsonl, line 2: not JSON: Expecting value"),
     "no object": ("x.jsonl", b"[1]\n", "x.jsonl, line 1: not a JSON object"),
     "no field": ("x.jsonl", b'{"body": 1, "id": 2}\n', 'x.jsonl, line 1: it has no "text"; its keys: body, id'),
@@ -455,12 +449,6 @@ def make_gzip_bomb(byte: bytes, mebibytes: int) -> bytes:
 
     packer = zlib.compressobj(1, wbits=31)
     return b"".join(packer.compress(byte * 2**20) for _ in range(mebibytes)) + packer.flush()
-
-
-def test_padded_xz_streams_are_read() -> None:
-    data = lzma.compress(b"hello ")
-    assert read("x.tar.xz", lzma.compress(make_tar(("a", b"a"))) + bytes(8)) == ["a"]
-    assert read("x.xz", data + bytes(4) + data + bytes(2**20)) == ["hello hello "]
 
 
 @pytest.mark.parametrize(("ending", "pack"), PACKERS[1:])

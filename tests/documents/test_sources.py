@@ -208,7 +208,7 @@ def test_unreadable_paths_are_counted(
 def test_run_names_come_from_the_first_text(workdir: Path) -> None:
     create_files(workdir, "x[1].txt", "notes.v2/a.b.txt")
     for text, name in {
-        "-": "stdin", "a/b.txt": "b", "b.jsonl.gz": "b", "b.tar.zst": "b", "b.txt.bz2": "b", "b.csv.xz": "b", "x[1].txt": "x[1]", "data/*.txt": "data",
+        "-": "stdin", "a/b.txt": "b", "b.jsonl.gz": "b", "b.tar.zst": "b", "b.csv.gz": "b", "x[1].txt": "x[1]", "data/*.txt": "data",
         "a/**/*.txt": "a", "*": workdir.name, "s3://bucket/path/c.jsonl.gz": "c", "https://h/d.txt?x=/y.z": "d",
         "s3://bucket": "bucket", "notes.v2": "notes.v2", "notes.v2/*.txt": "notes.v2", "notes.v2/a.b.txt": "a.b", "/": "text", ".": workdir.name, "memory://t/*.txt": "t",
     }.items():  # fmt: skip
