@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt.api import Measured
-    from gpt.chat.examples import Example
-    from gpt.corpus.repeats import Listing
     from gpt.corpus.token_folder import TokenFolder
     from gpt.corpus.vocabulary import Usage
     from gpt.decoding.logits import Token
@@ -140,18 +138,6 @@ def tokens(folder: "TokenFolder", seconds: float, is_resumed: bool) -> Tree:
         "bytes_per_second": None if is_resumed else round(folder.bytes / max(seconds, 1e-9), 1),
         **{key: folder.manifest[key] for key in ("replaced", "skipped")},
     }
-
-
-def repeats(listing: "Listing") -> Tree:
-    """Returns the object of ``gpt data check --json`` for a token folder."""
-    passages = {"repeated_passages": listing.passages("train"), "held_out_passages": listing.passages("val")}
-    return listing.summary() | {"repeated_documents": list(listing.copies())} | passages
-
-
-def example_copies(count: int, copies: "Sequence[tuple[Example, Example]]") -> Tree:
-    """Returns the object of ``gpt data check --json`` for pairs or conversations."""
-    rows = [{"copy": example.where, "original": first.where, "text": example.texts[0]} for example, first in copies]
-    return {"documents": count, "copies": len(copies), "repeated_documents": rows}
 
 
 def trained_tokenizer(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float) -> Tree:

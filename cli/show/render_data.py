@@ -2,8 +2,7 @@
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -15,7 +14,6 @@ from gpt.system.words import counted, format_bytes, percent
 from . import json_results, render, terminal
 
 if TYPE_CHECKING:
-    from gpt.corpus.repeats import Listing
     from gpt.corpus.token_folder import TokenFolder
     from gpt.corpus.vocabulary import Usage
     from gpt.documents.catalogue import CatalogueEntry
@@ -125,47 +123,6 @@ def _print_next_command(folder: "TokenFolder") -> None:
         render.fact("train on it", f"gpt train {shlex.quote(str(folder.path))}")
     else:
         render.show("nothing to train on: all of the text is held out")
-
-
-SHOWN_REPEATS = 10  # Maximum repeats of a kind in the terminal. JSON has more.
-
-
-def repeats(listing: "Listing") -> None:
-    """Prints the repeats of a token folder."""
-    summary, copies = listing.summary(), listing.copies()
-    share = f"{percent(summary['copied_share'])} of the text"
-    render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
-    _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
-    render.fact("repeated passages", f"{percent(summary['repeated_share'])} of the training text")
-    _print_repeats("First in", map(_passage, listing.passages("train")))
-    render.fact("held-out passages in the training text", f"{percent(summary['held_out_share'])} of the held-out text")
-    _print_repeats("First in", map(_passage, listing.passages("val")))
-
-
-def example_copies(data: dict[str, Any]) -> None:
-    """Prints the pairs or conversations that are equal to an earlier one."""
-    render.fact("copies", f"{data['copies']:,} of {counted(data['documents'], 'example')}")
-    _print_repeats("Copy of", ((row["text"], row["copy"], row["original"]) for row in data["repeated_documents"]))
-
-
-def _print_repeats(origin: str, rows: Iterable[tuple[str, str, str]]) -> None:
-    table = render.table("Text", "Document", origin)
-    table.columns[0].max_width, table.columns[0].no_wrap, table.columns[0].overflow = 60, True, "ellipsis"
-    for text, place, first in islice(rows, SHOWN_REPEATS):
-        table.add_row(*map(Text, (" ".join(text.split()), place, first)))
-    if table.row_count:
-        render.show(table)
-
-
-def _passage(passage: dict[str, Any]) -> tuple[str, str, str]:
-    more = passage["repeats"] - 1
-    place = _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
-    return passage["text"], place, _place(passage["first"])
-
-
-def _place(place: dict[str, Any]) -> str:
-    side = "held-out" if place["side"] == "val" else "training"
-    return f"{side} {place['document']:,}" + (f": {place['file']}" if place["file"] else "")
 
 
 def write_bytes(data: bytes) -> None:
