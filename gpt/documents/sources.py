@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 from gpt.documents import catalogue
 from gpt.documents.documents import UNSUPPORTED, Skipped, is_plain
 from gpt.documents.download import OnBytes, ignore
-from gpt.documents.formats import SAMPLE, guess_wide
+from gpt.documents.formats import find_wide
 from gpt.documents.unpack import (
     BUFFER,
     UNPACK,
@@ -142,7 +142,7 @@ def _is_text(path: str) -> bool:
         if is_plain(replace(source, name=file.kind)):
             with contextlib.closing(file.open()) as stream:
                 block, unread = stream.read(BUFFER), MAX_SCANNED
-                is_wide = b"\0" in block[:SAMPLE] and guess_wide(block[:SAMPLE]) is not None
+                is_wide = find_wide(block) is not None
                 while block and unread > 0 and not is_wide:
                     if b"\0" in block:
                         return False
