@@ -207,7 +207,7 @@ def test_pairs_are_read_from_tables_and_json(workdir: Path) -> None:
         writer.writeheader()
         writer.writerows(quoted)
     parquet.write_table(pa.Table.from_pylist([*quoted, {"prompt": "x", "completion": None}]), "d.parquet")
-    for name, position in {"a.json": "line 1", "c.csv": "line 2", "d.parquet": "row 1"}.items():
+    for name, position in {"a.json": "record 1", "c.csv": "line 2", "d.parquet": "row 1"}.items():
         examples = read_examples([name], TextConfig(val_fraction=0, skip_bad=True), Pair)
         assert [{"prompt": pair.prompt, "completion": pair.completion} for pair in examples.train] == quoted
         assert (examples.train[0].where, examples.skipped) == (f"{name}, {position}", name == "d.parquet")
