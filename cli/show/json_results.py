@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gpt.api import Measured
     from gpt.corpus.token_folder import TokenFolder
-    from gpt.corpus.vocabulary import Usage
     from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece
     from gpt.documents.catalogue import CatalogueEntry
@@ -151,7 +150,7 @@ def _tokenizer(tokenizer: "Tokenizer") -> Tree:
     return {**sizes, "specials": dict(tokenizer.specials)}
 
 
-def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> Tree:
+def vocabulary(tokenizer: "Tokenizer", longest: int) -> Tree:
     """Returns the object of ``gpt tokenizer show --json``."""
     from gpt.corpus import vocabulary
 
@@ -163,7 +162,6 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> T
         "ends": sorted(tokenizer.ends),
         **pick(tokenizer, "pattern", "fingerprint"),
         "longest": [{"id": id, "bytes": len(token), "text": vocabulary.to_printable(token)} for id, token in tokens],
-        **(pick(usage, "bytes", "tokens", "bytes_per_token", "ids_used") if usage else {}),
     }
 
 

@@ -9,13 +9,12 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt.config.events import format_seconds
-from gpt.system.words import counted, format_bytes, percent
+from gpt.system.words import counted, format_bytes
 
 from . import json_results, render, terminal
 
 if TYPE_CHECKING:
     from gpt.corpus.token_folder import TokenFolder
-    from gpt.corpus.vocabulary import Usage
     from gpt.documents.catalogue import CatalogueEntry
     from gpt.insight.report import RunSummary
     from gpt.tokenizers.tokenizer import Tokenizer
@@ -144,22 +143,20 @@ def trained_tokenizer(data: dict[str, Any]) -> None:
     render.fact("more", f"gpt tokenizer show {shlex.quote(data['out'])}")
 
 
-def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> None:
-    """Prints a vocabulary, and how much of it a text uses."""
+def vocabulary(tokenizer: "Tokenizer", longest: int) -> None:
+    """Prints a vocabulary."""
     from gpt.corpus import vocabulary
 
     lengths, tokens = vocabulary.lengths(tokenizer), vocabulary.find_longest(tokenizer, longest)
     counts = ["tokens", *(f"{count:,}" for count in lengths.values())]
     columns = ("Bytes per token", *(f">{column}" for column in lengths))
-    render.show(_facts_table(tokenizer, usage), render.table(*columns, rows=[counts]))
+    render.show(_facts_table(tokenizer), render.table(*columns, rows=[counts]))
     if tokens:
-        render.show(_token_table("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
-    if usage is not None:
-        rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in usage.frequent]
-        render.show(_token_table("Most frequent", "times", rows))
+        rows = ((f"{id}", f"{len(token):,}", f'"{vocabulary.to_printable(token)}"') for id, token in tokens)
+        render.show(render.table(">id", ">bytes", "Longest", rows=rows))
 
 
-def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
+def _facts_table(tokenizer: "Tokenizer") -> Table:
     table = render.table()
     unused = tokenizer.vocab_size - len(tokenizer.known)
     unused_note = f", {unused:,} of them without a token" if unused else ""
@@ -175,10 +172,6 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
     if tokenizer.pattern:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
-    if usage is not None:
-        size = f"{usage.bytes:,} bytes, {usage.tokens:,} tokens"
-        table.add_row("text", f"{size}: {usage.bytes_per_token:.2f} bytes per token")
-        table.add_row("ids used", f"{usage.ids_used:,} ({percent(usage.ids_used / tokenizer.vocab_size)})")
     return table
 
 
@@ -187,10 +180,3 @@ def _role(tokenizer: "Tokenizer", id: int) -> str:
     if id == tokenizer.bos:
         return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
-
-
-def _token_table(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
-    from gpt.corpus.vocabulary import to_printable
-
-    cells = ((f"{id}", f"{count:,}", f'"{to_printable(token)}"') for id, count, token in rows)
-    return render.table(">id", f">{unit}", title, rows=cells)

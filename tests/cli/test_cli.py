@@ -48,7 +48,7 @@ def test_light_commands_do_not_import_torch(gpt: Gpt, run_folder: Path, tmp_path
     lines = [
         f"params {run_folder}", f"params {tmp_path}/model.gguf",
         f"tokenizer train {tmp_path}/book.txt -o {tmp_path}/vocab --vocab-size 300",
-        f"tokenizer show {tmp_path}/vocab {tmp_path}/book.txt",
+        f"tokenizer show {tmp_path}/vocab",
         f"tokenizer encode x --tokenizer {tmp_path}/vocab --json", "tokenizer decode 1 --tokenizer bytes",
         f"tokenize {tmp_path}/book.txt -o {tmp_path}/tokens --tokenizer {tmp_path}/vocab -q",
     ]  # fmt: skip
