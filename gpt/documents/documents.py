@@ -273,7 +273,7 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS, *KINDS}
+    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS, *KINDS, *UNSUPPORTED}
 
 
 def has_records(source: Source) -> bool:

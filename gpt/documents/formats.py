@@ -447,7 +447,8 @@ class Table(Records[list[str]]):
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                self.on_bad(self._error(number, str(error), "fix its quotes, or use --skip-bad to skip it"))
+                problem = str(error).partition(" - ")[0]  # Then it mentions Python's open().
+                self.on_bad(self._error(number, problem, "fix its quotes, or use --skip-bad to skip it"))
                 continue
             if row is None:
                 return

@@ -210,7 +210,7 @@ class _Finder:
             for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
                 kind = _file_type(path)
                 if kind == stat.S_IFREG and not _is_text(path):
-                    self._record_skipped("files that are not text", path)
+                    self._record_skipped("files that gpt does not read", path)
                 elif kind == stat.S_IFREG:
                     yield path
                 else:

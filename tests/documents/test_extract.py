@@ -17,7 +17,7 @@ from reading import assert_rejected, source
 from gpt.config.text import ReadConfig
 from gpt.documents import document_readers as program
 from gpt.documents import extract
-from gpt.documents.documents import Reader
+from gpt.documents.documents import Reader, Skipped, is_plain
 from gpt.documents.sources import find
 from gpt.system.distribution import install_extra
 from gpt.system.errors import UserError, WorkError
@@ -478,3 +478,8 @@ def test_documents_in_folders_and_archives(workdir: Path) -> None:
     reader = Reader(ReadConfig(split_on="one"))
     found = [chunk.text for source in find(["notes"]) for chunk in reader.documents(source)]
     assert found == ["one", "two", "three", "<p>"]
+    Path("notes/f.odt").touch()
+    notes: list[str] = []
+    assert len(find(["notes"], Skipped(note=notes.append))) == 2
+    assert notes == ["skipped files that gpt does not read: 1: notes/f.odt"]
+    assert not is_plain(*find(["notes/f.odt"]))  # Its size says nothing of its text.
