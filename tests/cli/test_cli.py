@@ -192,7 +192,7 @@ def test_environment_variables_work_for_every_command(
         (["train", "none.txt"], "there is no file none.txt"),
         (["train", "empty.txt"], "empty.txt is empty: 0 characters"),
         (["train", "byte.txt"], "too short to hold out 0.1 of it: 1 byte"),
-        (["train", "binary.bin"], "is not text: it has a zero byte at offset 3"),
+        (["train", "binary.bin"], "is not text: it has a zero byte in line 1"),
         (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
         (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),
