@@ -163,7 +163,8 @@ MAX_JSON = 2**28  # Maximum characters of a JSON file, which is read whole.
 ROWS = 64  # Parquet rows per batch.
 _decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
 # A byte that is no character is decoded to one of the surrogates U+DC80 to U+DCFF.
-_SURROGATE, _BAD_BYTES = re.compile("[\ud800-\udfff]"), re.compile("[\udc80-\udcff]+")
+_BAD_BYTES = re.compile("[\udc80-\udcff]+")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _UNPAIRED = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 OnBad = Callable[[UserError], None]  # Raises the error or counts it.
@@ -236,7 +237,8 @@ class Records(Generic[Raw]):
 
     def _mend(self, text: str) -> str:
         """Replaces bytes and unpaired surrogates that are no characters. In strict mode, raises `BadRecord`."""
-        if text.isascii() or not _SURROGATE.search(text):
+        with contextlib.suppress(UnicodeEncodeError):
+            text.encode()  # This is faster than a search for surrogates.
             return text
         text, count = _UNPAIRED.subn("\ufffd", text)
         self.encoding.replaced += count
@@ -292,16 +294,11 @@ class JSONLines(Records[str]):
         return self._lines()
 
     def _parse(self, number: int, row: str) -> dict[str, Any] | None:
-        row = row.strip(" \t\r\n")
+        row = self._mend(row.strip(" \t\r\n"))
         if not row:
             return None
-        try:
-            record = _parse_object(row)
-        except BadRecord:
-            self._mend(row)  # The encoding can be the cause.
-            raise
-        has_surrogates = "\\ud" in row or "\\uD" in row or (not row.isascii() and _SURROGATE.search(row))
-        return self._clean(record) if has_surrogates else record
+        record = _parse_object(row)
+        return self._clean(record) if _ESCAPED_SURROGATE.search(row) else record
 
     def _clean(self, record: Any) -> Any:
         text = json.dumps(record, ensure_ascii=False)
