@@ -561,6 +561,45 @@ def read_pdf(file: io.BytesIO, encoding: str, errors: str) -> str:
     return _join(_without_edges(pages))
 
 
+_CUE_TIME = re.compile(r"(\d+:)?\d+:\d+[.,]\d+ --> .*")
+_CUE_TAG = re.compile(r"</?[a-zA-Z][^<>]*>|<[\d:.]+>|\{\\[^{}]*\}")
+
+
+def read_subtitles(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the lines of .srt or .vtt subtitles, without numbers, times, styles and notes."""
+    lines = []
+    for block in re.split(r"\n\s*\n", decode(file.getvalue(), encoding, errors, is_html=False)):
+        cue = block.strip().split("\n")
+        start = next((number for number, line in enumerate(cue, 1) if _CUE_TIME.match(line.strip())), None)
+        if start is not None:
+            lines += [_CUE_TAG.sub("", line).strip() for line in cue[start:]]
+    return "\n".join(filter(None, lines))
+
+
+_MESSAGE = re.compile(
+    r"\u200e?\[?\d{1,4}[./-]\d{1,2}[./-]\d{2,4},? \d{1,2}[:.]\d\d([:.]\d\d)?(\s?[aApP]\.?\s?[mM]\.?)?(\]| -) "
+    r"(?P<text>.*)"
+)  # fmt: skip
+_MEDIA = re.compile(
+    r"<[^<>]* (omitted|weggelassen|omis|omitido|omesso|ausgeschlossen)>|<attached: [^<>]*>"
+    "|\u200e?(image|video|audio|sticker|GIF|document|Contact card) omitted|[\u200e\u200f]"
+)
+
+
+def read_chat_export(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the messages of a chat that WhatsApp exported, as "Name: text", without times, media and notices."""
+    messages: list[str] = []
+    for line in decode(file.getvalue(), encoding, errors, is_html=False).split("\n"):
+        if (match := _MESSAGE.match(line)) is not None:
+            messages.append(match["text"])
+        elif messages:
+            messages[-1] += "\n" + line
+        else:
+            raise Unreadable("is not an export of WhatsApp", _RENAME)
+    texts = (_MEDIA.sub("", message).strip() for message in messages)
+    return "\n".join(text for text in texts if ": " in text)
+
+
 def read_notebook(file: io.BytesIO, encoding: str, errors: str) -> str:
     """Returns the cells of a Jupyter notebook, without their output."""
     notebook = json.loads(file.getvalue())
@@ -569,9 +608,25 @@ def read_notebook(file: io.BytesIO, encoding: str, errors: str) -> str:
     return "\n\n".join(filter(str.strip, ("".join(source) for source in sources)))
 
 
+def read_mail(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the subject and the text of a mail, without other headers and attachments."""
+    import email
+    import email.policy
+
+    mail = email.message_from_bytes(file.getvalue(), policy=email.policy.default)
+    body = mail.get_body(("plain", "html"))
+    text = ""
+    if body is not None:
+        data: Any = body.get_payload(decode=True)
+        label = body.get_content_charset() or encoding
+        text = decode(data, encoding, errors, label, is_html=body.get_content_subtype() == "html")
+        text = page_text(text) if body.get_content_subtype() == "html" else text
+    return f"{mail['subject'] or ''}\n\n{text}".strip().replace("\r\n", "\n")
+
+
 _READERS = {
-    "html": read_html, "xhtml": read_xhtml, "epub": read_epub, "docx": read_docx, "pdf": read_pdf,
-    "notebook": read_notebook,
+    "html": read_html, "xhtml": read_xhtml, "epub": read_epub, "docx": read_docx, "pdf": read_pdf, "mail": read_mail,
+    "subtitles": read_subtitles, "chat": read_chat_export, "notebook": read_notebook,
 }  # fmt: skip
 
 

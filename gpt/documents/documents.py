@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gpt.config.text import ReadConfig
 from gpt.documents import formats
-from gpt.documents.extract import KINDS, Extractor
+from gpt.documents.extract import Extractor, document_kind
 from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text_form
 from gpt.documents.unpack import (
     MEMBERS,
@@ -120,7 +120,6 @@ MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 # Formats that gpt does not read, and how to convert them.
 UNSUPPORTED = {
     **dict.fromkeys((".doc", ".odt", ".rtf", ".fb2"), "save it as .docx (LibreOffice), or convert it with pandoc"),
-    **dict.fromkeys((".mbox", ".eml"), "write the text of its mails to .jsonl: Python's module mailbox reads them"),
     **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
 }
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
@@ -209,7 +208,7 @@ class Reader:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
                 yield from _cut(texts)
-        elif (kind := KINDS.get(ending)) is not None:
+        elif (kind := document_kind(file.kind)) is not None:
             with contextlib.closing(file.open()) as stream:
                 text, replaced = self._extractor.extract(file.name, kind, stream, self.config)
             self._encoding.replaced += replaced
@@ -273,7 +272,8 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS, *KINDS, *UNSUPPORTED}
+    known = {*UNPACK, *RECORD_FORMATS, *MEMBERS, *UNSUPPORTED}
+    return ending not in known and document_kind(_normalize_name(source.name)) is None
 
 
 def has_records(source: Source) -> bool:

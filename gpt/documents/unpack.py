@@ -278,6 +278,39 @@ def tar_members(archive: PackedFile) -> Iterator[PackedFile]:
             pass
 
 
+MAX_MAIL = 2**28  # Bytes of a message in an mbox.
+
+
+def mbox_members(archive: PackedFile) -> Iterator[PackedFile]:
+    """Yields the messages of an mbox file."""
+    with (
+        contextlib.closing(archive.open()) as stream,
+        translate_errors(partial(damage_error, archive.name)),
+        io.BufferedReader(stream, BUFFER) as lines,
+    ):
+        message, number, ends = bytearray(), 0, True  # Before a message is an empty line, or nothing.
+        while line := lines.readline(BUFFER):
+            if ends and line.startswith(b"From ") and message:
+                number += 1
+                yield _message(archive, number, bytes(message))
+                message.clear()
+            message += line.removeprefix(b">") if line.lstrip(b">").startswith(b"From ") else line
+            if len(message) > MAX_MAIL:
+                raise UserError(f"{archive.name} has a message of more than {MAX_MAIL >> 20} MiB", "is it an mbox?")
+            ends = line in (b"\n", b"\r\n")
+        if message:
+            yield _message(archive, number + 1, bytes(message))
+
+
+def _message(archive: PackedFile, number: int, data: bytes) -> PackedFile:
+    name = f"{archive.name}/{number}.eml"
+    head, _, rest = data.partition(b"\n")
+    data = rest if head.startswith(b"From ") else data
+    return PackedFile(
+        name, name.lower(), lambda: ByteStream(io.BytesIO(data), partial(damage_error, name)), depth=archive.depth + 1
+    )
+
+
 class _StrictHeader(tarfile.TarInfo):
     """A header that raises an error if damaged. `tarfile` treats damage as the end."""
 
@@ -310,6 +343,7 @@ def _member(archive: PackedFile, name: str, open_member: Callable[[str], ByteStr
 MEMBERS: dict[str, Callable[[PackedFile], Iterator[PackedFile]]] = {
     ".zip": zip_members,
     ".tar": tar_members,
+    ".mbox": mbox_members,
 }
 
 

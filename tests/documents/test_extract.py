@@ -269,9 +269,23 @@ def test_encoding_option_applies_where_the_declared_encoding_fails() -> None:
     assert read("x.html", page, encoding="cp1251") == "Привет"
 
 
-def test_a_notebook_becomes_its_cells() -> None:
-    cells = rb'[{"source": ["# A\n", "b"]}, {"source": "1 + 1", "outputs": [{"data": {"image/png": "AAAA"}}]}]'
-    assert read("x.ipynb", b'{"cells": %s}' % cells) == "# A\nb\n\n1 + 1"
+MAIL = b"From a@b Mon Jan  1 00:00:00 2024\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\nContent-Type: text/html; charset=latin-1\nContent-Transfer-Encoding: quoted-printable\n\n<p>caf=E9\n"
+CHAT = "\u200e[01.02.24, 12:34:56] Anna: Hi\n[01.02.24, 12:35:00] Ben: one\ntwo\n1/2/24, 1:36 PM - Anna: <Media omitted>\n1/2/24, 13:36 - Ben left\n"
+SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One</i>\ntwo\n\n00:03.000 --> 00:04.000\n{\\an8}three\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "expected"),
+    [
+        ("x.tex", rb"\section{A}", [r"\section{A}"]),
+        ("x.ipynb", b'{"cells": [{"source": ["# A\\n", "b"]}, {"source": "1 + 1", "outputs": [{"data": {"image/png": "AAAA"}}]}]}', ["# A\nb\n\n1 + 1"]),
+        ("x.mbox", MAIL + b"\n" + MAIL.replace(b"text/html", b"text/plain").replace(b"<p>", b">From "), ["Grüße\n\ncafé", "Grüße\n\nFrom café"]),
+        ("x.srt", SUBTITLES.encode(), ["One\ntwo\nthree"]),
+        ("WhatsApp Chat with Anna.txt", CHAT.encode(), ["Anna: Hi\nBen: one\ntwo"]),
+    ],
+)  # fmt: skip
+def test_other_formats_become_their_text(name: str, data: bytes, expected: list[str]) -> None:
+    assert reading.read(name, data) == expected
 
 
 def test_pdf_columns_that_are_drawn_row_by_row_do_not_interleave() -> None:
@@ -378,6 +392,7 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "Word 97": ("x.doc", OLE, "x.doc: gpt does not read .doc files"),
     "packed": ("x.zip", archive({"a.odt": OLE}), "x.zip/a.odt: gpt does not read .odt files"),
     "docx in a docx": ("x.docx", docx("<w:altChunk r:id='r9'/>"), "x.docx has another document in it"),
+    "chat of something else": ("_chat.txt", b"text", "_chat.txt is not an export of WhatsApp"),
     "encrypted docx": ("x.docx", OLE, "x.docx is encrypted, or a .doc"),
     "docx cut": ("x.docx", docx(paragraph("a" * 999))[:-9], "x.docx is not a DOCX, or is cut off"),
     "docx of no xml": ("x.docx", docx("<w:p>"), "x.docx is damaged: mismatched tag"),
