@@ -119,7 +119,7 @@ ReadFile = Callable[[PackedFile, str], Iterator[T]]  # Reads an unpacked file, g
 MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 # Formats that gpt does not read, and how to convert them.
 UNSUPPORTED = {
-    **dict.fromkeys((".doc", ".odt", ".rtf", ".fb2"), "save it as .docx (LibreOffice), or convert it with pandoc"),
+    ".doc": "save it as .docx (LibreOffice)",
     **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
 }
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.

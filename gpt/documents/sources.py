@@ -118,6 +118,10 @@ _is_not_text = re.compile(
     r"|jpe?g|lib|m4[av]|mk[av]|mo|mov|mp[34]|msi|np[yz]|o|obj|od[ps]|ogg|onnx|opus|otf|pack|pcap|pdb|pickle|pkl|png|pptx?"
     r"|psd|pth?|py[cdo]|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
 ).fullmatch
+_is_lock_file = re.compile(
+    r"(bun|cargo|composer|flake|gemfile|mix|pdm|pipfile|podfile|poetry|pubspec|uv|yarn)\.lock|go\.sum|gradle\.lockfile"
+    r"|npm-shrinkwrap\.json|package-lock\.json|packages\.lock\.json|pnpm-lock\.yaml"
+).fullmatch
 _GENERATED_FOLDERS = {"node_modules", "__pycache__"}
 
 
@@ -209,7 +213,9 @@ class _Finder:
             folders[:] = [name for name in visible_names if self._mark_seen(str(Path(parent, name)), seen)]
             for path in (str(Path(parent, name)) for name in sorted(names) if not name.startswith(".")):
                 kind = _file_type(path)
-                if kind == stat.S_IFREG and not _is_text(path):
+                if kind == stat.S_IFREG and _is_lock_file(Path(path).name.lower()):
+                    self._record_skipped("lock files", path)
+                elif kind == stat.S_IFREG and not _is_text(path):
                     self._record_skipped("files that gpt does not read", path)
                 elif kind == stat.S_IFREG:
                     yield path
