@@ -2,20 +2,18 @@
 
 import shlex
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from gpt.config.text import ReadConfig
 from gpt.system.errors import UserError, did_you_mean
 from gpt.system.files import reading
 
-from ..options import Json, Quiet, option, takes
+from ..options import Json, Quiet, option
 from ..show import json_results, progress, render, render_data
 
-app = typer.Typer(help="List and download corpora, and check token folders.")
+app = typer.Typer(help="List and download corpora, and show token folders.")
 
 
 def _names() -> list[str]:
@@ -72,44 +70,6 @@ def show(
         with progress.Bar("compared", "tokens", quiet) as bar:
             folder.verify(bar.reach)
     render.json_line(json_results.token_folder(folder, verify)) if json else render_data.token_folder(folder, verify)
-
-
-@app.command("check")
-@takes(ReadConfig, without=("field", "split_on"))
-def check(
-    settings: ReadConfig,
-    text: Annotated[list[str], typer.Argument(help="Token folders, a run, or files of pairs or conversations")],
-    json: Json = False,
-) -> None:
-    """List repeated documents and passages, and held-out text that is also in the training text.
-
-    gpt data check tokens
-    gpt data check runs/book
-    gpt data check pairs.jsonl
-    """
-    from gpt.chat import examples
-    from gpt.corpus import repeats, token_folder
-    from gpt.documents.sources import is_token_folder
-    from gpt.runs import folder
-    from gpt.runs.record import RunRecord
-
-    if len(text) == 1 and folder.is_run(Path(text[0])):
-        tokens, record = Path(text[0], "tokens"), RunRecord.read(Path(text[0]))
-        run_settings: dict[str, Any] = {"val_text": None, **(record.settings or {})}
-        names = run_settings.keys() & {"encoding", "errors", "skip_bad"}
-        settings = replace(settings, **{name: run_settings[name] for name in names})
-        text = [*(record.texts or text), *filter(None, [run_settings["val_text"]])]
-        text = [str(tokens)] if is_token_folder(tokens) else text
-    if folders := token_folder.find_token_folders(text):
-        listing = repeats.Listing(token_folder.TokenFolder(*folders))
-        render.json_line(json_results.repeats(listing)) if json else render_data.repeats(listing)
-        return
-    corpus = examples.read_all_examples(text, settings, render.note)
-    if corpus is None:
-        message = f"{text[0]} is not a token folder, and has no pairs or conversations"
-        raise UserError(message, "create a token folder: gpt tokenize TEXT -o DIR")
-    data = json_results.example_copies(len(corpus.train), examples.find_copies(corpus.train))
-    render.json_line(data) if json else render_data.example_copies(data)
 
 
 @app.command("fetch")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.config.text import LearnConfig, ReadConfig
+from gpt.config.text import LearnConfig
 from gpt.system.errors import UserError
 from gpt.system.files import check_new
 
@@ -56,32 +56,20 @@ def train(
 
 
 @app.command("show")
-@takes(ReadConfig)
 def show(
-    settings: ReadConfig,
     tokenizer: Annotated[str, typer.Argument(help=_TOKENIZER)],
-    text: Annotated[list[str] | None, typer.Argument(help="Text to count tokens of, as in `gpt train`")] = None,
     longest: Annotated[int, option(min=0, help="Number of the longest tokens to list")] = 20,
     json: Json = False,
-    quiet: Quiet = False,
 ) -> None:
-    """Show a tokenizer's vocabulary, and how much of it a text uses.
+    """Show a tokenizer's vocabulary.
 
     gpt tokenizer show runs/book
-    gpt tokenizer show gpt2 book.txt
     """
     loaded, _ = _load_tokenizer(tokenizer, None)
-    usage = None
-    inputs.announce_stdin(text)
-    if text:
-        from gpt.corpus import vocabulary
-
-        with progress.TrainDisplay(quiet) as display:
-            usage = vocabulary.usage(loaded, text, settings, display)
     if json:
-        render.json_line(json_results.vocabulary(loaded, longest, usage))
+        render.json_line(json_results.vocabulary(loaded, longest))
     else:
-        render_data.vocabulary(loaded, longest, usage)
+        render_data.vocabulary(loaded, longest)
 
 
 @app.command("encode")

@@ -7,10 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpt.api import Measured
-    from gpt.chat.examples import Example
-    from gpt.corpus.repeats import Listing
     from gpt.corpus.token_folder import TokenFolder
-    from gpt.corpus.vocabulary import Usage
     from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece
     from gpt.documents.catalogue import CatalogueEntry
@@ -142,18 +139,6 @@ def tokens(folder: "TokenFolder", seconds: float, is_resumed: bool) -> Tree:
     }
 
 
-def repeats(listing: "Listing") -> Tree:
-    """Returns the object of ``gpt data check --json`` for a token folder."""
-    passages = {"repeated_passages": listing.passages("train"), "held_out_passages": listing.passages("val")}
-    return listing.summary() | {"repeated_documents": list(listing.copies())} | passages
-
-
-def example_copies(count: int, copies: "Sequence[tuple[Example, Example]]") -> Tree:
-    """Returns the object of ``gpt data check --json`` for pairs or conversations."""
-    rows = [{"copy": example.where, "original": first.where, "text": example.texts[0]} for example, first in copies]
-    return {"documents": count, "copies": len(copies), "repeated_documents": rows}
-
-
 def trained_tokenizer(tokenizer: "Tokenizer", out: Path, sampled: int, total: int, seconds: float) -> Tree:
     """Returns the object of ``gpt tokenizer train --json``."""
     sizes = {"sampled_bytes": sampled, "bytes": total, "seconds": round(seconds, 2)}
@@ -165,7 +150,7 @@ def _tokenizer(tokenizer: "Tokenizer") -> Tree:
     return {**sizes, "specials": dict(tokenizer.specials)}
 
 
-def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> Tree:
+def vocabulary(tokenizer: "Tokenizer", longest: int) -> Tree:
     """Returns the object of ``gpt tokenizer show --json``."""
     from gpt.corpus import vocabulary
 
@@ -177,7 +162,6 @@ def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> T
         "ends": sorted(tokenizer.ends),
         **pick(tokenizer, "pattern", "fingerprint"),
         "longest": [{"id": id, "bytes": len(token), "text": vocabulary.to_printable(token)} for id, token in tokens],
-        **(pick(usage, "bytes", "tokens", "bytes_per_token", "ids_used") if usage else {}),
     }
 
 

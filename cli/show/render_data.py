@@ -2,22 +2,19 @@
 
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
 
 from gpt.config.events import format_seconds
-from gpt.system.words import counted, format_bytes, percent
+from gpt.system.words import counted, format_bytes
 
 from . import json_results, render, terminal
 
 if TYPE_CHECKING:
-    from gpt.corpus.repeats import Listing
     from gpt.corpus.token_folder import TokenFolder
-    from gpt.corpus.vocabulary import Usage
     from gpt.documents.catalogue import CatalogueEntry
     from gpt.insight.report import RunSummary
     from gpt.tokenizers.tokenizer import Tokenizer
@@ -127,47 +124,6 @@ def _print_next_command(folder: "TokenFolder") -> None:
         render.show("nothing to train on: all of the text is held out")
 
 
-SHOWN_REPEATS = 10  # Maximum repeats of a kind in the terminal. JSON has more.
-
-
-def repeats(listing: "Listing") -> None:
-    """Prints the repeats of a token folder."""
-    summary, copies = listing.summary(), listing.copies()
-    share = f"{percent(summary['copied_share'])} of the text"
-    render.fact("copies", f"{summary['copies']:,} of {counted(summary['documents'], 'document')}, {share}")
-    _print_repeats("Copy of", ((c["text"], _place(c["copy"]), _place(c["original"])) for c in copies))
-    render.fact("repeated passages", f"{percent(summary['repeated_share'])} of the training text")
-    _print_repeats("First in", map(_passage, listing.passages("train")))
-    render.fact("held-out passages in the training text", f"{percent(summary['held_out_share'])} of the held-out text")
-    _print_repeats("First in", map(_passage, listing.passages("val")))
-
-
-def example_copies(data: dict[str, Any]) -> None:
-    """Prints the pairs or conversations that are equal to an earlier one."""
-    render.fact("copies", f"{data['copies']:,} of {counted(data['documents'], 'example')}")
-    _print_repeats("Copy of", ((row["text"], row["copy"], row["original"]) for row in data["repeated_documents"]))
-
-
-def _print_repeats(origin: str, rows: Iterable[tuple[str, str, str]]) -> None:
-    table = render.table("Text", "Document", origin)
-    table.columns[0].max_width, table.columns[0].no_wrap, table.columns[0].overflow = 60, True, "ellipsis"
-    for text, place, first in islice(rows, SHOWN_REPEATS):
-        table.add_row(*map(Text, (" ".join(text.split()), place, first)))
-    if table.row_count:
-        render.show(table)
-
-
-def _passage(passage: dict[str, Any]) -> tuple[str, str, str]:
-    more = passage["repeats"] - 1
-    place = _place(passage["places"][0]) + (f" and {more:,} more" if more else "")
-    return passage["text"], place, _place(passage["first"])
-
-
-def _place(place: dict[str, Any]) -> str:
-    side = "held-out" if place["side"] == "val" else "training"
-    return f"{side} {place['document']:,}" + (f": {place['file']}" if place["file"] else "")
-
-
 def write_bytes(data: bytes) -> None:
     """Writes bytes to stdout unchanged, or as text on a terminal."""
     if sys.stdout.isatty():
@@ -187,22 +143,20 @@ def trained_tokenizer(data: dict[str, Any]) -> None:
     render.fact("more", f"gpt tokenizer show {shlex.quote(data['out'])}")
 
 
-def vocabulary(tokenizer: "Tokenizer", longest: int, usage: "Usage | None") -> None:
-    """Prints a vocabulary, and how much of it a text uses."""
+def vocabulary(tokenizer: "Tokenizer", longest: int) -> None:
+    """Prints a vocabulary."""
     from gpt.corpus import vocabulary
 
     lengths, tokens = vocabulary.lengths(tokenizer), vocabulary.find_longest(tokenizer, longest)
     counts = ["tokens", *(f"{count:,}" for count in lengths.values())]
     columns = ("Bytes per token", *(f">{column}" for column in lengths))
-    render.show(_facts_table(tokenizer, usage), render.table(*columns, rows=[counts]))
+    render.show(_facts_table(tokenizer), render.table(*columns, rows=[counts]))
     if tokens:
-        render.show(_token_table("Longest", "bytes", [(id, len(token), token) for id, token in tokens]))
-    if usage is not None:
-        rows = [(id, count, tokenizer.decode_bytes([id])) for id, count in usage.frequent]
-        render.show(_token_table("Most frequent", "times", rows))
+        rows = ((f"{id}", f"{len(token):,}", f'"{vocabulary.to_printable(token)}"') for id, token in tokens)
+        render.show(render.table(">id", ">bytes", "Longest", rows=rows))
 
 
-def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
+def _facts_table(tokenizer: "Tokenizer") -> Table:
     table = render.table()
     unused = tokenizer.vocab_size - len(tokenizer.known)
     unused_note = f", {unused:,} of them without a token" if unused else ""
@@ -218,10 +172,6 @@ def _facts_table(tokenizer: "Tokenizer", usage: "Usage | None") -> Table:
     if tokenizer.pattern:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)
-    if usage is not None:
-        size = f"{usage.bytes:,} bytes, {usage.tokens:,} tokens"
-        table.add_row("text", f"{size}: {usage.bytes_per_token:.2f} bytes per token")
-        table.add_row("ids used", f"{usage.ids_used:,} ({percent(usage.ids_used / tokenizer.vocab_size)})")
     return table
 
 
@@ -230,10 +180,3 @@ def _role(tokenizer: "Tokenizer", id: int) -> str:
     if id == tokenizer.bos:
         return "  starts a text"
     return "  ends a text" if id in tokenizer.ends and (tokenizer.specials or tokenizer.bos is not None) else ""
-
-
-def _token_table(title: str, unit: str, rows: list[tuple[int, int, bytes]]) -> Table:
-    from gpt.corpus.vocabulary import to_printable
-
-    cells = ((f"{id}", f"{count:,}", f'"{to_printable(token)}"') for id, count, token in rows)
-    return render.table(">id", f">{unit}", title, rows=cells)

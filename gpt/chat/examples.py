@@ -6,12 +6,12 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 from gpt.chat import chat
-from gpt.config.text import ReadConfig, TextConfig
+from gpt.config.text import TextConfig
 from gpt.corpus.corpus import MIN_HASHED_DOCUMENTS, empty_error, find_sources, hash_fraction
 from gpt.documents import sources
 from gpt.documents.documents import OnNote, Reader, Skipped, has_records, utf8_size
@@ -387,17 +387,6 @@ def _is_on_disk(text: str) -> bool:
     return Path(text).is_file() or Path(text).is_dir() or glob.has_magic(text)
 
 
-def read_all_examples(texts: Sequence[str], config: ReadConfig, note: OnNote) -> "ExampleCorpus[Any] | None":
-    """Reads examples, holding out nothing. Returns None if no record has their keys. Raises `UserError`
-    for records that cannot be read."""
-    reader = Reader(replace(config, skip_bad=True))
-    for source in sources.find(texts):
-        for kind, _ in reader.records(source, _ANY_KIND):
-            if kind is not None:
-                return read_examples(texts, TextConfig(**asdict(config), val_fraction=0), kind, note)
-    return None
-
-
 @dataclass(frozen=True)
 class ExampleCorpus(Generic[E]):
     """Training and held-out examples, with a record of each source."""
@@ -429,11 +418,10 @@ def read_examples(
     return ExampleCorpus(sources.run_name(texts), train, held_out, records + val_records, reader.skipped.count)
 
 
-def find_copies(examples: Iterable[E]) -> list[tuple[E, E]]:
-    """Returns the examples that are equal to an earlier one, each with the first equal example."""
+def find_copies(examples: Iterable[E]) -> list[E]:
+    """Returns the examples that are equal to an earlier one."""
     firsts: dict[bytes, E] = {}
-    pairs = [(e, firsts.setdefault(hashlib.sha256(e.identity.encode()).digest(), e)) for e in examples]
-    return [(example, first) for example, first in pairs if example is not first]
+    return [e for e in examples if e is not firsts.setdefault(hashlib.sha256(e.identity.encode()).digest(), e)]
 
 
 def _read(reader: Reader, kind: type[E], files: Sequence[Source]) -> tuple[list[E], list[dict[str, Any]]]:

@@ -173,9 +173,6 @@ class TokenFolder:
             yield from read_sources(path)
 
 
-_OLD_KEYS = ("group", "slice")  # Older folders have them.
-
-
 def _read_manifest(path: Path) -> tuple[dict[str, Any], list[ShardRecord]]:
     if not (path / MANIFEST).exists() and (path / PROGRESS).exists():
         raise UserError(f"{path} is not finished", f"resume it: gpt tokenize … -o {path} --resume")
@@ -186,15 +183,11 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[ShardRecord]]:
             "make it again from the text",
         )
     try:
-        shards = [checked(ShardRecord, _without_old_keys(record), MANIFEST) for record in manifest["shards"]]
+        shards = [checked(ShardRecord, record, MANIFEST) for record in manifest["shards"]]
         _check_manifest(manifest, shards)
     except (KeyError, TypeError, ValueError, AttributeError, UserError):
         raise UserError(f"{path / MANIFEST} is damaged", "create the folder again from the text") from None
     return manifest, shards
-
-
-def _without_old_keys(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in _OLD_KEYS}
 
 
 def _check_manifest(manifest: Mapping[str, Any], shards: Sequence[ShardRecord]) -> None:
@@ -217,7 +210,6 @@ def read_sources(path: Path) -> Iterator[SourceRecord]:
         with open_regular(path / SOURCES, LINES_LIMIT) as file:
             for line in read_lines(file):
                 values = json.loads(line.decode("utf-8", "surrogateescape"))
-                values = _without_old_keys(values) if isinstance(values, dict) else values
                 yield checked(SourceRecord, values, str(path / SOURCES))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path / SOURCES}: {error}", "create the folder again") from None

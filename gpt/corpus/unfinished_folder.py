@@ -162,7 +162,9 @@ def check_resumable(out: Path, corpus: Corpus) -> Tokenizer:
     new = provenance(corpus, tokenizer)
     if corpus.tokenizer_settings["tokenizer"] != "auto":
         new["tokenizer"] = describe(find_tokenizer(corpus.tokenizer_settings["tokenizer"]))
-    _check_sources(out, sources, corpus)
+    changed = {tuple(source) for source in sources} ^ {(each.name, each.size, each.time) for each in corpus.sources}
+    if changed:
+        raise UserError(f"{min(changed)[0]} was added, removed or changed since {out} was started", _HINT)
     _check_settings(out, old, new)
     return tokenizer
 
@@ -228,18 +230,6 @@ def _has_shards(out: Path, number: int, group: Group) -> bool:
             for record in group.shards
         )
     return False
-
-
-def _check_sources(out: Path, old: list[list[Any]], corpus: Corpus) -> None:
-    """Raises `UserError` if the name, size or modification time of a source changed."""
-    old_sources = {name: rest for name, *rest in old}
-    for source in corpus.sources:
-        if source.name not in old_sources:
-            raise UserError(f"{source.name} did not exist when {out} was started", _HINT)
-        if old_sources.pop(source.name) != [source.size, source.time]:
-            raise UserError(f"{source.name} has changed since {out} was started", _HINT)
-    if old_sources:
-        raise UserError(f"{next(iter(old_sources))} has disappeared since {out} was started", _HINT)
 
 
 def _check_settings(out: Path, old: Mapping[str, Any], new: Mapping[str, Any]) -> None:

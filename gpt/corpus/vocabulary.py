@@ -1,14 +1,11 @@
-"""Trains vocabularies, lists their tokens, and counts token usage."""
+"""Trains vocabularies, and lists their tokens."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-
-import numpy as np
+from dataclasses import asdict
 
 from gpt.config import events
-from gpt.config.text import LearnConfig, ReadConfig, TextConfig
-from gpt.corpus.corpus import Corpus, Listener, TextSample, cut_documents, open_corpus
-from gpt.documents.documents import utf8_size
+from gpt.config.text import LearnConfig, TextConfig
+from gpt.corpus.corpus import Corpus, Listener, TextSample, open_corpus
 from gpt.tokenizers.finding import find_tokenizer
 from gpt.tokenizers.tokenizer import Tokenizer, auto_vocab_size, check_specials, train_tokenizer, train_tokenizer_up_to
 
@@ -92,38 +89,3 @@ def to_printable(token: bytes) -> str:
         return c if c.isprintable() else c.encode("unicode_escape").decode()
 
     return "".join(map(show, token.decode("utf-8", "surrogateescape")))
-
-
-@dataclass(frozen=True)
-class Usage:
-    """Token counts of texts."""
-
-    bytes: int
-    tokens: int
-    ids_used: int  # Number of distinct ids.
-    frequent: list[tuple[int, int]]  # Most frequent ids with their counts.
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Average bytes per token."""
-        return self.bytes / max(1, self.tokens)
-
-
-def usage(
-    tokenizer: Tokenizer,
-    texts: Sequence[str],
-    config: ReadConfig,
-    listen: Listener = lambda event: None,
-    max_ids: int = 20,
-) -> Usage:
-    """Counts the ids of ``texts``. Lists at most ``max_ids`` frequent ids."""
-    corpus = open_corpus(texts, TextConfig(**asdict(config), val_fraction=0), listen)
-    counts = np.zeros(tokenizer.vocab_size, np.int64)
-    size = 0
-    for text, *_ in cut_documents(((piece, False) for piece in corpus.training_text()), tokenizer.pattern):
-        size += utf8_size(text)
-        counts += np.bincount(tokenizer.encode(text), minlength=tokenizer.vocab_size)
-        listen(events.Progress("encoded", size, max(size, corpus.survey.bytes)))
-    order = np.argsort(-counts, kind="stable")[:max_ids].tolist()
-    frequent = [(id, int(counts[id])) for id in order if counts[id]]
-    return Usage(size, int(counts.sum()), int(np.count_nonzero(counts)), frequent)

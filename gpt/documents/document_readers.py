@@ -27,7 +27,7 @@ import subprocess
 import sys
 import unicodedata
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
 from importlib.util import find_spec
@@ -85,28 +85,22 @@ class Text:
 
 _BOMS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
          codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}  # fmt: skip
-_XML_ENCODING = re.compile(rb"""\s*<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]+)""")
+_DECLARATION = re.compile(
+    rb"""<\?xml\b[^>]*?\bencoding\s*=\s*["']([\w.:-]+)|<meta\b[^>]*?\bcharset\s*=\s*["']?\s*([\w.:-]+)""", re.IGNORECASE
+)
 _replaced = {"bytes": 0}  # Invalid bytes replaced by U+FFFD in the current file.
-# Browsers map the bytes that Windows' code pages leave undefined to control characters.
-codecs.register_error("gpt.c1", lambda error: ("".join(map(chr, error.object[error.start : error.end])), error.end))  # type: ignore[attr-defined]
 
 
 def _declared_encoding(data: bytes) -> str | None:
     """Returns the encoding that HTML or XML declares, as browsers read labels."""
     import webencodings
-    from selectolax.lexbor import LexborHTMLParser
 
-    match = _XML_ENCODING.match(data)
-    labels = [match[1].decode()] if match else []
-    for meta in LexborHTMLParser(data[:4096].decode("latin-1")).css("meta"):
-        values = meta.attributes
-        is_type = (values.get("http-equiv") or "").lower() == "content-type"
-        content = re.search(r"charset\s*=\s*[\"']?\s*([\w.:-]+)", values.get("content") or "", re.IGNORECASE)
-        labels += [values.get("charset") or (content[1] if is_type and content else "")]
-    for encoding in filter(None, map(webencodings.lookup, labels)):
-        # A file whose declaration is readable as ASCII is not UTF-16.
-        return "utf-8" if encoding.name.startswith("utf-16") else str(encoding.codec_info.name)
-    return None
+    match = _DECLARATION.search(data[:4096])
+    encoding = webencodings.lookup((match[1] or match[2]).decode()) if match else None
+    if encoding is None:
+        return None
+    # A file whose declaration is readable as ASCII is not UTF-16.
+    return "utf-8" if encoding.name.startswith("utf-16") else str(encoding.codec_info.name)
 
 
 def decode(data: bytes, encoding: str, errors: str, label: str = "", is_html: bool = True) -> str:
@@ -120,7 +114,7 @@ def decode(data: bytes, encoding: str, errors: str, label: str = "", is_html: bo
     text = None
     if declared is not None:
         with contextlib.suppress(UnicodeDecodeError):
-            text = data.decode(declared, "gpt.c1" if declared.startswith("cp125") else "strict")
+            text = data.decode(declared)
         if text is None and encoding == "utf-8":
             encoding = declared
     try:
@@ -151,7 +145,7 @@ _is_inline = re.compile("a|abbr|b|em|font|i|mjx-math|small|span|strong|sub|sup")
 _SPACES = re.compile(r"[ \t\n\r\f]+")
 _INVISIBLE = re.compile(r"display\s*:\s*none|visibility\s*:\s*hidden", re.IGNORECASE)
 _DISPLAY = re.compile(r"^\{\\displaystyle (.*)\}$", re.DOTALL)  # Wikipedia's formulas.
-MAX_SPAN = 100  # Columns or rows of a table cell.
+_IN_LAYOUT = "table, p, div, ul, ol, dl, h1, h2, h3, h4, h5, h6, pre, blockquote"  # A table of data has none inside.
 
 
 def _is_hidden(node: Any) -> bool:
@@ -167,31 +161,17 @@ def _is_hidden(node: Any) -> bool:
     return any(map(_is_skipped, roles)) or is_copy or is_permalink or (is_invisible and not is_formula)
 
 
-def _span(node: Any, name: str) -> int:
-    value = node.attributes.get(name) or ""
-    return min(int(value), MAX_SPAN) if value.isascii() and value.isdigit() and len(value) < 9 else 1
-
-
-@dataclass(slots=True)
-class _Table:
-    """The state of an open table."""
-
-    spans: dict[int, int]  # How many more rows the cell above covers, by column.
-    column: int = 0
-    cell_start: int = 0  # How many pieces of text were before the open cell.
-    is_layout: bool = False  # Whether the last cell had several lines, which tabs do not separate.
-
-
 class _Page:
-    """Collects the text of an HTML element. ``is_hidden`` says which elements have no text."""
+    """Collects the text of an HTML element."""
 
-    def __init__(self, root: Any, is_hidden: Callable[[Any], bool] = _is_hidden) -> None:
+    def __init__(self, root: Any) -> None:
         self.text = Text()
         self.preformatted = 0  # How many open elements are <pre>.
-        self.tables: list[_Table] = []
+        self.has_cells: list[bool] = []  # Whether each open table has data, in cells that tabs separate.
+        self.column = 0
         node, depth = root, 0  # Without recursion, because elements can be nested deep.
         while True:
-            if node.tag == "-text" or not is_hidden(node):
+            if node.tag == "-text" or not _is_hidden(node):
                 child = self._open(node)
                 if child is not None:
                     node, depth = child, depth + 1
@@ -216,41 +196,22 @@ class _Page:
         self._separate(tag)
         self.preformatted += tag == "pre"
         if tag == "table":
-            self.tables.append(_Table({}))
-        elif self.tables and tag == "tr":
-            self.tables[-1].column = self.text.tabs = 0
-        elif self.tables and tag in ("td", "th"):
-            self._open_cell(self.tables[-1], _span(node, "rowspan"), _span(node, "colspan"))
+            self.has_cells.append(len(node.css(_IN_LAYOUT)) == 1)
+        elif tag == "tr":
+            self.text.tabs = self.column = 0
+        elif tag in ("td", "th") and self.has_cells and self.has_cells[-1]:
+            self.text.tabs += self.column > 0
+            self.column += 1
+        elif tag in ("td", "th"):
+            self.text.gap(LINE)
         return node.first_child
 
-    def _open_cell(self, table: _Table, rows: int, columns: int) -> None:
-        """Moves to the next free column of the row. Empty cells count, so that values stay in their columns."""
-        column = table.column
-        while table.spans.get(column, 0) > 0:
-            table.spans[column] -= 1
-            self.text.tabs += column > 0
-            column += 1
-        self.text.tabs += column > 0 and not table.is_layout
-        table.spans.update(dict.fromkeys(range(column, column + columns), rows - 1))
-        table.column, table.cell_start, table.is_layout = column + columns, len(self.text.pieces), False
-
     def _close(self, node: Any) -> None:
-        tag = node.tag
-        self._separate(tag if tag != "br" else "")
-        self.preformatted -= tag == "pre"
-        if not self.tables:
-            return
-        table, text = self.tables[-1], self.text
-        if tag == "table":
-            self.tables.pop()
-            text.tabs = 0
-        elif tag in ("td", "th"):
-            table.is_layout = any("\n" in piece for piece in text.pieces[table.cell_start + 1 :])
-            if len(text.pieces) > table.cell_start and not table.is_layout:
-                text.pending = 0
-            text.tabs += _span(node, "colspan") - 1
-        elif tag == "tr":
-            table.is_layout = False
+        self._separate(node.tag if node.tag != "br" else "")
+        self.preformatted -= node.tag == "pre"
+        if node.tag == "table" and self.has_cells:
+            self.has_cells.pop()
+            self.text.tabs = 0
 
     def _write(self, data: str) -> None:
         """Adds text. White space collapses, except in preformatted text."""
@@ -269,8 +230,6 @@ class _Page:
             text.gap(BLANK if text.pending == LINE else LINE)
         elif tag == "x-tab":
             text.gap(TAB)
-        elif self.tables and self.tables[-1].column and len(text.pieces) == self.tables[-1].cell_start and tag != "tr":
-            return  # A paragraph at the start of a cell is no new line.
         elif _is_paragraph(tag):
             text.gap(BLANK)
         elif _is_line(tag):
@@ -349,11 +308,10 @@ class Archive:
 
 
 _FONT_OBFUSCATION = ("http://www.idpf.org/2008/embedding", "http://ns.adobe.com/pdf/enc#RC")
-MIN_TEXT = 20  # More characters besides links than that are no title of a contents page.
 
 
 def read_epub(file: io.BytesIO, encoding: str, errors: str) -> str:
-    """Returns the text of an EPUB in the order of its spine, without its contents."""
+    """Returns the text of an EPUB in the order of its spine."""
     archive = Archive(file, "an EPUB")
     if "META-INF/encryption.xml" in archive.names and any(
         method.get("Algorithm") not in _FONT_OBFUSCATION
@@ -362,142 +320,38 @@ def read_epub(file: io.BytesIO, encoding: str, errors: str) -> str:
         raise Unreadable("is protected by DRM", "use a copy without DRM, or skip it with --skip-bad")
     roots = archive.xml("META-INF/container.xml").iter("rootfile")
     package = next((root.get("full-path", "") for root in roots), "")
-    pages, contents = {}, {}
-    root = archive.xml(package)
-    for item in [*root.iter("item"), *root.iter("reference")]:
-        href, _, fragment = item.get("href", "").partition("#")
-        path = posixpath.normpath(posixpath.join(posixpath.dirname(package), unquote(href)))
-        if item.tag == "item" and "html" in item.get("media-type", ""):
-            pages[item.get("id")] = path
-        if "nav" in item.get("properties", "").split() or (item.tag == "reference" and item.get("type") == "toc"):
-            contents[path] = fragment
-    texts = []
-    for path in dict.fromkeys(pages[id] for item in root.iter("itemref") if (id := item.get("idref")) in pages):
-        html = _xhtml(archive.read(path), "utf-8", errors)
-        texts.append(_without_contents(html, contents[path]) if path in contents else page_text(html))
-    return "\n\n".join(filter(None, texts))
+    root, pages = archive.xml(package), {}
+    for item in root.iter("item"):
+        if "html" in item.get("media-type", ""):
+            folder, href = posixpath.dirname(package), unquote(item.get("href", "").partition("#")[0])
+            pages[item.get("id")] = posixpath.normpath(posixpath.join(folder, href))
+    order = dict.fromkeys(pages[id] for item in root.iter("itemref") if (id := item.get("idref")) in pages)
+    return "\n\n".join(filter(None, (page_text(_xhtml(archive.read(path), "utf-8", errors)) for path in order)))
 
 
-def _without_contents(html: str, fragment: str) -> str:
-    """Returns the text of a page without its table of contents: the element that ``fragment`` names, and blocks of
-    links."""
-    from selectolax.lexbor import LexborHTMLParser
-
-    def is_hidden(node: Any) -> bool:
-        if _is_hidden(node) or (fragment and node.id == fragment and node.tag != "body"):
-            return True
-        if node.tag not in ("div", "dl", "li", "ol", "p", "table", "ul"):
-            return False
-        return 2 * sum(len(link.text()) for link in node.css("a[href]")) > len(node.text())
-
-    text = str(_Page(LexborHTMLParser(html).root, is_hidden).text).strip("\n")
-    return text if fragment or len(text) > MIN_TEXT else ""
-
-
-_SYMBOLS = dict(zip(
-    "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz",
-    "ΑΒΧΔΕΦΓΗΙϑΚΛΜΝΟΠΘΡΣΤΥςΩΞΨΖαβχδεφγηιϕκλμνοπθρστυϖωξψζ", strict=True,
-))  # fmt: skip
-_DINGBATS = {"\x6c": "●", "\x6e": "■", "\xa7": "▪", "\xa8": "☐", "\xd8": "➢", "\xe0": "→", "\xfc": "✓", "\xfe": "☑"}
 _DOCX_HTML = {
     "br": "<br>", "cr": "<br>", "tab": "<x-tab></x-tab>", "ptab": "<x-tab></x-tab>", "noBreakHyphen": "-", "sup": "^",
-    "sub": "_",
+    "sub": "_", "sym": "\ufffd",
 }  # fmt: skip
+_DOCX_BLOCKS = {"tbl": "table", "tr": "tr", "tc": "td", "p": "p"}
 # Fallback repeats a text box for old versions of Word, and rt is the reading of a ruby.
-_DOCX_SKIPPED = {
-    "del", "moveFrom", "Fallback", "rt", "instrText", "pPr", "rPr", "tblPr", "trPr", "tcPr", "sdtPr", "delText"
-}  # fmt: skip
+_DOCX_SKIPPED = {"del", "moveFrom", "Fallback", "rt", "instrText", "pPr", "delText"}
 
 
-class _Docx:
-    """Writes parts of a DOCX file as HTML, without deleted and hidden text and tables of contents."""
-
-    def __init__(self, archive: Archive, folder: str) -> None:
-        self.archive, self.folder = archive, folder
-        self.out: list[str] = []
-        self.boxes: list[ElementTree.Element] = []  # Text boxes follow the paragraph that anchors them.
-        self.joins = False  # Whether the mark of the paragraph before is deleted.
-        self.cells = 0
-        path = posixpath.join(folder, "styles.xml")
-        styles = archive.xml(path).iter("style") if path in archive.names else ()
-        self.styles = {style.get("styleId", ""): style for style in styles}
-
-    def _has(self, properties: ElementTree.Element | None, name: str, depth: int = 0) -> bool:
-        """Whether properties, or the styles that they name, switch ``name`` on."""
-        for element in properties.iter() if properties is not None and depth < 20 else ():
-            if element.tag == name:
-                return element.get("val") not in ("0", "false", "off")
-            is_style = element.tag in ("pStyle", "rStyle", "basedOn")
-            if is_style and self._has(self.styles.get(element.get("val", "")), name, depth + 1):
-                return True
-        return False
-
-    def add(self, element: ElementTree.Element) -> None:
-        """Writes an element."""
-        tag = element.tag
-        gallery = element.find("sdtPr/docPartObj/docPartGallery")
-        is_hidden = tag == "r" and self._has(element.find("rPr"), "vanish")
-        if tag in _DOCX_SKIPPED or is_hidden or (gallery is not None and gallery.get("val") == "Table of Contents"):
-            return
-        if tag == "p":
-            self._add_paragraph(element)
-        elif tag == "txbxContent":
-            self.boxes.append(element)
-        elif tag == "t":
-            self.out.append(escape(element.text or ""))
-        elif tag == "sym":
-            self.out.append(escape(_symbol(element)))
-        elif tag == "altChunk":
-            self._add_chunk(element.get("id", ""))
-        elif tag in ("tbl", "tr", "tc"):
-            span = element.find("tcPr/gridSpan")
-            columns = escape(span.get("val", "1")) if span is not None else 1
-            start, end = {"tbl": ("table", "table"), "tr": ("tr", "tr"), "tc": (f'td colspan="{columns}"', "td")}[tag]
-            self.cells += tag == "tc"
-            self._add_all(element, start, end)
-            self.cells -= tag == "tc"
-        else:
-            self.out.append(_DOCX_HTML.get(tag, ""))
-            self._add_all(element)
-
-    def _add_all(self, parent: ElementTree.Element, start: str = "", end: str = "") -> None:
-        self.out.append(f"<{start}>" if start else "")
-        for child in parent:
-            self.add(child)
-        self.out.append(f"</{end}>" if end else "")
-
-    def _add_paragraph(self, paragraph: ElementTree.Element) -> None:
-        properties = paragraph.find("pPr")
-        style, mark = (properties.find(name) if properties is not None else None for name in ("pStyle", "rPr"))
-        id = style.get("val", "") if style is not None else ""
-        name = self.styles[id].find("name") if id in self.styles else None  # Word translates ids, but not names.
-        kind = (name.get("val", "") if name is not None else id).lower()
-        if kind.startswith("toc") or self._has(self.styles.get(id), "vanish"):
-            return
-        is_item = kind.startswith("list") or self._has(properties, "numPr")
-        html = "span" if self.cells else "li" if is_item else "p"
-        joined, self.joins = self.joins, mark is not None and mark.find("del") is not None
-        self._add_all(paragraph, "" if joined else html, "" if self.joins else html)
-        self.out.append(" " if self.cells else "")
-        boxes, self.boxes = self.boxes, []
-        for box in boxes:
-            self._add_all(box)
-
-    def _add_chunk(self, id: str) -> None:
-        """Writes an HTML page that was inserted into the document."""
-        parts = self.archive.xml(posixpath.join(self.folder, "_rels/document.xml.rels"))
-        target = next((part.get("Target", "") for part in parts if part.get("Id") == id), "")
-        if not target.lower().endswith((".htm", ".html", ".xhtml")):
-            raise Unreadable(f"has another document in it: {target[:80]}", "save it again in Word, or use --skip-bad")
-        data = self.archive.read(posixpath.normpath(posixpath.join(self.folder, target)).lstrip("/"))
-        self.out.append(f"<div>{_xhtml(data, 'utf-8', 'strict')}</div>")
-
-
-def _symbol(element: ElementTree.Element) -> str:
-    char = chr(int(element.get("char", "20")[-4:], 16))
-    if not "\uf000" <= char <= "\uf0ff":  # Word moves the characters of symbol fonts there.
-        return char
-    return (_SYMBOLS if element.get("font") == "Symbol" else _DINGBATS).get(chr(ord(char) - 0xF000), "\ufffd")
+def _docx_html(element: ElementTree.Element, in_cell: bool = False) -> str:
+    """Returns a part of a DOCX file as HTML, without deleted text and tables of contents."""
+    tag, gallery = element.tag, element.find("sdtPr/docPartObj/docPartGallery")
+    if tag in _DOCX_SKIPPED or (gallery is not None and gallery.get("val") == "Table of Contents"):
+        return ""
+    if tag == "t":
+        return escape(element.text or "")
+    if tag == "altChunk":
+        raise Unreadable("has another document in it", "save it again in Word, or use --skip-bad")
+    html = "".join(_docx_html(child, in_cell or tag == "tc") for child in element)
+    if tag == "p" and in_cell:
+        return f"{html} "
+    block = "li" if tag == "p" and element.find("pPr/numPr") is not None else _DOCX_BLOCKS.get(tag)
+    return f"<{block}>{html}</{block}>" if block else _DOCX_HTML.get(tag, "") + html
 
 
 def read_docx(file: io.BytesIO, encoding: str, errors: str) -> str:
@@ -510,11 +364,9 @@ def read_docx(file: io.BytesIO, encoding: str, errors: str) -> str:
     )
     main = next(targets, "word/document.xml")
     folder = posixpath.dirname(main)
-    document = _Docx(archive, folder)
-    for path in (main, posixpath.join(folder, "footnotes.xml"), posixpath.join(folder, "endnotes.xml")):
-        if path == main or path in archive.names:
-            document.add(archive.xml(path))
-    return page_text("".join(document.out))
+    notes = [posixpath.join(folder, name) for name in ("footnotes.xml", "endnotes.xml")]
+    parts = [main, *(path for path in notes if path in archive.names)]
+    return page_text("".join(_docx_html(archive.xml(path)) for path in parts))
 
 
 @dataclass(slots=True)

@@ -117,6 +117,11 @@ def make_chunks(parts: Iterable[str | None]) -> Iterator[Chunk | None]:
 T = TypeVar("T")
 ReadFile = Callable[[PackedFile, str], Iterator[T]]  # Reads an unpacked file, given its suffix.
 MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
+# Formats that gpt does not read, and how to convert them.
+UNSUPPORTED = {
+    ".doc": "save it as .docx (LibreOffice)",
+    **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
+}
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
 RECORD_FORMATS: dict[str, type[Records[Any]]] = {
@@ -190,6 +195,9 @@ class Reader:
                 for member in members:
                     with self._skipping(member.name):
                         yield from self._unpack(member, read)
+        elif ending in UNSUPPORTED:
+            hint = f"{UNSUPPORTED[ending]}; or skip it with --skip-bad"
+            raise UserError(f"{file.name}: gpt does not read {ending} files", hint)
         else:
             yield from read(file, ending)
 
@@ -264,7 +272,8 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS} and document_kind(_normalize_name(source.name)) is None
+    known = {*UNPACK, *RECORD_FORMATS, *MEMBERS, *UNSUPPORTED}
+    return ending not in known and document_kind(_normalize_name(source.name)) is None
 
 
 def has_records(source: Source) -> bool:

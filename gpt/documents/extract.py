@@ -16,7 +16,7 @@ from gpt.system.errors import UserError, WorkError
 KINDS = {
     ".html": "html", ".htm": "html", ".xhtml": "xhtml", ".epub": "epub", ".docx": "docx", ".pdf": "pdf", ".eml": "mail",
     ".ipynb": "notebook", ".srt": "subtitles", ".vtt": "subtitles", ".fb2": "fb2", ".odt": "odt", ".org": "org",
-    ".rst": "rst", ".rtf": "rtf", ".tex": "latex", ".doc": "doc",
+    ".rst": "rst", ".rtf": "rtf", ".tex": "latex",
 }  # fmt: skip
 
 
@@ -48,8 +48,6 @@ class Extractor:
     def extract(self, name: str, kind: str, stream: ByteStream, config: ReadConfig) -> tuple[str, int]:
         """Returns the text of a document and the number of replaced invalid bytes. Raises `UserError` if the document
         cannot be read within the limits, `WorkError` without the package that reads it."""
-        if kind == "doc":
-            raise UserError(f"{name} is a Word 97 document, which is not read", f"save it as .docx, {_SKIP}")
         process, size = self._process, 0
         reply: dict[str, Any] = {}
         if process is None or process.poll() is not None:

@@ -8,7 +8,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -45,8 +45,6 @@ codecs.register_error("gpt.replace", _count_and_replace)
 codecs.register_error("gpt.stop", _stop_at_error)
 
 
-_BOM = codecs.BOM_UTF8
-_BOMS_AT_LINE_START = re.compile("^\ufeff+", re.MULTILINE)
 _WIDE_BOMS = {  # UTF-32 must be first, because its little-endian mark starts with UTF-16's.
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
     codecs.BOM_UTF16_BE: "utf-16",
@@ -68,7 +66,6 @@ class TextEncoding:
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
-        self.is_unicode = codec.startswith("utf")  # Byte-order marks decode to U+FEFF.
         self.is_wide = codec.startswith(("utf-16", "utf-32"))  # A line break has several bytes, some of them zero.
 
     def decode(self, data: bytes) -> str:
@@ -81,30 +78,24 @@ class TextEncoding:
         return text
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
-        """Yields the text of a stream block by block. Raises `UserError` at the first invalid byte. Removes byte-order
-        marks from the starts of lines, because files can be concatenated."""
+        """Yields the text of a stream block by block, without its byte-order mark. Raises `UserError` at the first
+        invalid byte."""
         decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
-        offset, line = 0, 1  # Position of the block's first byte.
-        starts_line = True
+        offset, line, at_start = 0, 1, True  # Position of the block's first byte.
         block = self._first_block(name, stream)
-        if not self.is_unicode and block.startswith(_BOM):  # Latin-1 would decode the mark to "ï»¿".
-            block, offset = block.removeprefix(_BOM), len(_BOM)
         while True:
             zero_at = -1 if self.is_wide else block.find(b"\0")
-            text, bad_byte = self._decode_block(
-                name, decoder, block if zero_at < 0 else block[:zero_at], final=not block
-            )
-            text, zero_character, _ = text.partition("\0") if self.is_wide else (text, "", "")
+            known = block if zero_at < 0 else block[:zero_at]
+            text, bad_byte = self._decode_block(name, decoder, known, final=not block)
+            if at_start and text:
+                text, at_start = text.removeprefix("\ufeff"), False
+            text, zero, _ = text.partition("\0")
             line += text.count("\n")
-            if "\ufeff" in text:
-                text = _BOMS_AT_LINE_START.sub("", text if starts_line else "-" + text)[not starts_line :]
             if text:
-                starts_line = text.endswith("\n")
                 yield text
-            if zero_at >= 0 or zero_character:
-                where = f"character in line {line:,}" if zero_character else f"byte at offset {offset + zero_at:,}"
+            if zero_at >= 0 or zero:
                 hint = "give plain text, or use --skip-bad to skip such files"
-                raise UserError(f"{name} is not text: it has a zero {where}", hint)
+                raise UserError(f"{name} is not text: it has a zero byte in line {line:,}", hint)
             offset += len(block)
             if bad_byte is not None:
                 raise self.error(name, bad_byte, offset - len(bad_byte.object) + bad_byte.start, line)
@@ -120,8 +111,8 @@ class TextEncoding:
         return block
 
     def check_bom(self, name: str, data: bytes) -> None:
-        """Raises `UserError` if a file read as UTF-8 starts as UTF-16 or UTF-32."""
-        if self.is_utf8 and (encoding := guess_wide(data[:SAMPLE])):
+        """Raises `UserError` if a file read as UTF-8 starts with the byte-order mark of UTF-16 or UTF-32."""
+        if self.is_utf8 and (encoding := find_wide(data)):
             raise UserError(f"{name} is {encoding.upper()}, not UTF-8", f"add --encoding {encoding}")
 
     def _decode_block(
@@ -158,33 +149,22 @@ class TextEncoding:
         return UserError(f"{name} is not {self.shown}: {where}", hint)
 
 
-SAMPLE = 4096  # Bytes that show the encoding.
 MAX_GUESSED = 2**16  # Bytes of a line whose encoding is guessed.
 _PLAUSIBLE = ["cp1252", "cp1251", "euc_kr", "shift_jis", "gb18030"]
 
 
-def guess_wide(data: bytes) -> str | None:
-    """Returns the encoding of UTF-16 and UTF-32: by the byte-order mark, otherwise by the zero bytes of UTF-16's ASCII
-    characters."""
-    if (marked := next((encoding for bom, encoding in _WIDE_BOMS.items() if data.startswith(bom)), None)) is not None:
-        return marked
-    encoding = "utf-16-le" if data[1::2].count(0) > data[::2].count(0) else "utf-16-be"
-    try:
-        text = codecs.getincrementaldecoder(encoding)().decode(data) if b"\0" in data else ""
-    except UnicodeDecodeError:
-        return None
-    words = text.split()
-    has_ascii = 4 * data.count(0) >= max(8, len(data)) or words != [text]
-    return encoding if words and has_ascii and "".join(words).isprintable() else None
+def find_wide(data: bytes) -> str | None:
+    """Returns the encoding of a file that starts with the byte-order mark of UTF-16 or UTF-32."""
+    return next((encoding for bom, encoding in _WIDE_BOMS.items() if data.startswith(bom)), None)
 
 
 MAX_RECORD = 64 * 2**20  # Maximum bytes of a line, or characters of a CSV row or JSON value.
 MAX_JSON = 2**28  # Maximum characters of a JSON file, which is read whole.
 ROWS = 64  # Parquet rows per batch.
 _decode_json = json.JSONDecoder().raw_decode  # Twice as fast as json.loads.
-_NON_SPACE, _NON_SPACE_OR_COMMA = re.compile(r"[^ \t\r\n]"), re.compile(r"[^ \t\r\n,]")
 # A byte that is no character is decoded to one of the surrogates U+DC80 to U+DCFF.
-_SURROGATE, _BAD_BYTES = re.compile("[\ud800-\udfff]"), re.compile("[\udc80-\udcff]+")
+_BAD_BYTES = re.compile("[\udc80-\udcff]+")
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _UNPAIRED = re.compile("[\ud800-\udc7f\udd00-\udfff]")
 
 OnBad = Callable[[UserError], None]  # Raises the error or counts it.
@@ -251,33 +231,23 @@ class Records(Generic[Raw]):
             try:
                 record = self._parse(number, row)
                 if record is not None:
-                    value = self.form.parse(record, partial(self._place, number))
-                    yield self._clean(value)
+                    yield self.form.parse(record, partial(self._place, number))
             except BadRecord as record_error:
                 self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
 
-    def _clean(self, value: Any) -> Any:
-        """Replaces bytes and unpaired surrogates that are no characters, in strings and what contains them. In strict
-        mode, raises `BadRecord`."""
-        if isinstance(value, str):
-            return value if value.isascii() or not _SURROGATE.search(value) else self._mend(value)
-        if isinstance(value, list):
-            return list(map(self._clean, value))
-        if isinstance(value, dict):
-            return {key: self._clean(item) for key, item in value.items()}
-        if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **self._clean({part.name: getattr(value, part.name) for part in fields(value)}))
-        return value
-
-    def _mend(self, value: str) -> str:
-        value, count = _UNPAIRED.subn("\ufffd", value)
+    def _mend(self, text: str) -> str:
+        """Replaces bytes and unpaired surrogates that are no characters. In strict mode, raises `BadRecord`."""
+        with contextlib.suppress(UnicodeEncodeError):
+            text.encode()  # This is faster than a search for surrogates.
+            return text
+        text, count = _UNPAIRED.subn("\ufffd", text)
         self.encoding.replaced += count
         if count and self.encoding.errors == "strict":
             raise BadRecord("an unpaired surrogate is not a character", "use --errors replace or --skip-bad")
         try:
-            return _BAD_BYTES.sub(lambda run: self.encoding.decode(run[0].encode("ascii", "surrogateescape")), value)
+            return _BAD_BYTES.sub(lambda run: self.encoding.decode(run[0].encode("ascii", "surrogateescape")), text)
         except UnicodeDecodeError as error:
-            hint = self.encoding.hint_for(value.encode("utf-8", "surrogateescape"))
+            hint = self.encoding.hint_for(text.encode("utf-8", "surrogateescape"))
             raise BadRecord(f"not {self.encoding.shown}: byte 0x{error.object[error.start]:02x}", hint) from None
 
     def _place(self, number: int) -> str:
@@ -293,13 +263,10 @@ class Records(Generic[Raw]):
 
     @contextlib.contextmanager
     def _text(self) -> Iterator[io.TextIOWrapper]:
-        """Opens the text, with bytes that are no characters as surrogates, because records that are not read can have
+        """Opens the text, with bytes that are no characters as surrogates, because columns that are not read can have
         them."""
         buffered = io.BufferedReader(self.stream, BUFFER)
-        head = buffered.peek(SAMPLE)
-        self.encoding.check_bom(self.name, head[:SAMPLE])
-        if head.startswith(_BOM):  # Some editors put it before text in other encodings.
-            buffered.read(len(_BOM))
+        self.encoding.check_bom(self.name, buffered.peek(4))
         try:
             yield io.TextIOWrapper(buffered, self.encoding.name, "surrogateescape", newline="\n")
         except UnicodeError as error:  # UTF-16 and UTF-32 that are damaged.
@@ -312,9 +279,6 @@ class Records(Generic[Raw]):
             number = 0
             while line := text.readline(MAX_RECORD + 1):
                 number += 1
-                if number == 1 and "\r" in line.rstrip() and not line.endswith("\n"):
-                    problem = "its lines end in carriage returns (\\r) without line feeds"
-                    raise UserError(f"{self.name}: {problem}", "convert them: tr '\\r' '\\n' < FILE > NEW")
                 if len(line) <= MAX_RECORD:
                     yield number, line.lstrip("\ufeff")  # Each of several concatenated files can start with it.
                 else:
@@ -330,17 +294,21 @@ class JSONLines(Records[str]):
         return self._lines()
 
     def _parse(self, number: int, row: str) -> dict[str, Any] | None:
-        row = row.strip(" \t\r\n")
-        try:
-            return _parse_object(row) if row else None
-        except BadRecord:
-            self._clean(row)  # The encoding can be the cause.
-            raise
+        row = self._mend(row.strip(" \t\r\n"))
+        if not row:
+            return None
+        record = _parse_object(row)
+        return self._clean(record) if _ESCAPED_SURROGATE.search(row) else record
+
+    def _clean(self, record: Any) -> Any:
+        text = json.dumps(record, ensure_ascii=False)
+        mended = self._mend(text)
+        return record if mended is text else json.loads(mended)
 
 
-class JSONFile(Records[Any]):
-    """The objects of a JSON file: an array, objects in sequence, or an object whose only list of objects has the
-    records. The whole file must fit into memory."""
+class JSONFile(JSONLines):
+    """The objects of a JSON file: an array, an object whose only list of objects has the records, or JSON lines. The
+    whole file must fit into memory."""
 
     def _rows(self) -> Iterator[tuple[int, Any]]:
         self.json_hint = self.form.json_hint
@@ -349,39 +317,24 @@ class JSONFile(Records[Any]):
         if len(text) > MAX_JSON:
             hint = "convert it to .jsonl, one object per line, which has no limit: jq -c '.[]' in.json > out.jsonl"
             raise UserError(f"{self.name} has more than {MAX_JSON:,} characters of JSON", hint)
-        line, counted_to = 1, 0
-        match = _NON_SPACE.search(text)
-        is_array = match is not None and match[0] == "["
-        find_value = _NON_SPACE_OR_COMMA.search if is_array else _NON_SPACE.search
-        match = find_value(text, match.end() if match and is_array else 0)
-        while match is not None and not (is_array and match[0] == "]"):
-            position = match.start()
-            line, counted_to = line + text.count("\n", counted_to, position), position
-            try:
-                value, end = _decode_json(text, position)
-            except (ValueError, RecursionError) as error:
-                bad_line = line + text.count("\n", position, getattr(error, "pos", position))
-                bad = self._not_json(bad_line, getattr(error, "msg", "it is nested too deep"))
-                if is_array:
-                    raise bad from None
-                self.on_bad(bad)
-                end = text.find("\n{", position) + 1 or len(text)
-            else:
-                yield from ((line, record) for record in ([value] if is_array else self._extract_records(value)))
-            match = find_value(text, end)
-        if is_array and match is None:
-            raise self._not_json(line + text.count("\n", counted_to), "the array is not closed")
-        if is_array and match is not None and _NON_SPACE.search(text, match.end()):
-            raise self._not_json(line + text.count("\n", counted_to), "there is more after the array")
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            if text.lstrip().startswith("["):
+                problem = f"not JSON: {getattr(error, 'msg', 'it is nested too deep')}"
+                raise self._error(getattr(error, "lineno", 1), problem, "fix it, or use --skip-bad") from None
+            yield from enumerate(text.split("\n"), 1)
+        else:
+            self.unit = "record"
+            yield from enumerate(value if isinstance(value, list) else self._extract_records(value), 1)
 
-    def _not_json(self, line: int, problem: str) -> UserError:
-        hint = "give an array of objects, or objects in sequence, or use --skip-bad" + self.json_hint
-        return self._error(line, f"not JSON: {problem}", hint)
-
-    def _parse(self, number: int, row: Any) -> dict[str, Any]:
+    def _parse(self, number: int, row: Any) -> dict[str, Any] | None:
+        if self.unit == "line":
+            return super()._parse(number, row)
         if not isinstance(row, dict):
             raise BadRecord("not a JSON object", self.form.hint)
-        return row
+        record: dict[str, Any] = self._clean(row)
+        return record
 
     def _extract_records(self, value: Any) -> list[Any]:
         """Returns the value's only list of records, or a list of the value itself."""
@@ -447,10 +400,12 @@ def option_hint(available: Collection[str], hint: str) -> str:
 
 
 class Table(Records[list[str]]):
-    """The rows of a table with a header row. Quoted CSV fields can contain line breaks; a CSV row has at most
-    `MAX_RECORD` characters. TSV has no quotes (media type text/tab-separated-values), so each line is a row."""
+    """The rows of a .csv file with a header row. Quoted fields can contain line breaks; a row has at most `MAX_RECORD`
+    characters."""
 
     delimiter = ","
+    quoting: Any = csv.QUOTE_MINIMAL
+    rule = "a field with a comma or a line break must be quoted"
 
     def _rows(self) -> Iterator[tuple[int, list[str]]]:
         rows = self._non_empty_rows()
@@ -458,132 +413,82 @@ class Table(Records[list[str]]):
         keys = self.form.columns(self._header)
         for key in keys:
             if key not in self._header:
-                raise self._error(line, _missing_message(key, self._header, "columns"), self._column_hint())
-            if self._header.count(key) > 1:
-                problem = f'it has {self._header.count(key)} columns called "{key}"'
-                raise self._error(line, problem, "rename all but one")
+                hint = option_hint(self._header, self.form.hint)
+                raise self._error(line, _missing_message(key, self._header, "columns"), hint)
         self._columns = {key: self._header.index(key) for key in keys}
         self._unread = self._unread_keys(self._header)
         yield from rows
 
-    def _parse(self, number: int, row: list[str]) -> dict[str, Any] | None:
-        if row == self._header:  # With concatenated files, the header is repeated.
-            return None
+    def _parse(self, number: int, row: list[str]) -> dict[str, Any]:
         if len(row) != len(self._header):
-            rule = "a field with a comma or a line break must be quoted"
-            if self.delimiter == "\t":
-                rule = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
-            raise BadRecord(
-                f"{counted(len(row), 'field')}, but the header has {len(self._header)}",
-                f"{rule}; --skip-bad skips such rows",
-            )
-        record = {key: row[column] for key, column in self._columns.items()}
-        if any("\0" in value for value in record.values()):
-            raise BadRecord("a zero byte is not text", "--skip-bad skips such rows")
-        return record | self._unread
-
-    def _column_hint(self) -> str:
-        for separator in {*";\t,|"} - {self.delimiter} if len(self._header) == 1 else ():
-            if self.form.keys[0] in self._header[0].split(separator):
-                return f"its columns are separated by {separator!r}: convert it to commas (.csv) or tabs (.tsv)"
-        return option_hint(self._header, self.form.hint)
+            problem = f"{counted(len(row), 'field')}, but the header has {len(self._header)}"
+            raise BadRecord(problem, f"{self.rule}; --skip-bad skips such rows")
+        return {key: self._mend(row[column]) for key, column in self._columns.items()} | self._unread
 
     def _non_empty_rows(self) -> Iterator[tuple[int, list[str]]]:
-        """Yields non-empty rows with their first line number."""
+        """Yields non-empty rows with the number of their last line."""
         csv.field_size_limit(MAX_RECORD)  # The limit applies to the whole process.
-        self._remaining_lines = self._lines()
-        self._first_line = self._last_line = self._row_size = 0
-        is_tsv = self.delimiter == "\t"
-        reader = map(_split_tabs, self) if is_tsv else csv.reader(self, delimiter=self.delimiter, strict=True)
+        number = size = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal number, size
+            for number, line in self._lines():
+                size += len(line)
+                if size > MAX_RECORD:
+                    raise self._too_long(number)
+                yield line
+
+        reader = csv.reader(lines(), delimiter=self.delimiter, quoting=self.quoting, strict=True)
         while True:
-            self._first_line = self._row_size = 0
+            size = 0
             try:
                 row = next(reader, None)
             except csv.Error as error:
-                line, problem = self._last_line, str(error)
-                if problem == "unexpected end of data":
-                    line, problem = self._first_line, "a quote is never closed"
-                self.on_bad(self._error(line, problem, "fix it, or use --skip-bad to skip it"))
-            except UserError as error:
-                self.on_bad(error)
-            else:
-                if row is None:
-                    return
-                if row:
-                    yield self._first_line, row
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        """Returns the next line for the parser. Unlike a generator, this iterator can continue after an error."""
-        self._last_line, line = next(self._remaining_lines)
-        self._first_line = self._first_line or self._last_line
-        self._row_size += len(line)
-        if self._row_size > MAX_RECORD:
-            raise self._too_long(self._last_line)
-        return line
+                problem = str(error).partition(" - ")[0]  # Then it mentions Python's open().
+                self.on_bad(self._error(number, problem, "fix its quotes, or use --skip-bad to skip it"))
+                continue
+            if row is None:
+                return
+            if row:
+                yield number, row
 
 
 class TSVTable(Table):
-    """The rows of a .tsv file."""
+    """The rows of a .tsv file. It has no quotes (media type text/tab-separated-values), so each line is a row."""
 
-    delimiter = "\t"
-
-
-def _split_tabs(line: str) -> list[str]:
-    line = line.removesuffix("\n").removesuffix("\r")
-    return line.split("\t") if line else []
+    delimiter, quoting = "\t", csv.QUOTE_NONE
+    rule = "a .tsv field cannot contain tabs or line breaks, and quotes are ordinary characters"
 
 
-class Parquet(Records[tuple[Any, ...]]):
+_STRING_TYPE = re.compile(r"(large_)?string(_view)?|null|dictionary<values=(large_)?string(_view)?,.*")
+
+
+class Parquet(Records[dict[str, Any]]):
     """The rows of a Parquet file. Raises `WorkError` without pyarrow."""
 
     unit = "row"
 
-    def _rows(self) -> Iterator[tuple[int, tuple[Any, ...]]]:
+    def _rows(self) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             from pyarrow import parquet as pq
         except ImportError:
             raise WorkError(f"{self.name} needs the package pyarrow", install_extra("parquet")) from None
-        with translate_errors(partial(damage_error, self.name)):  # pyarrow raises many exception types.
-            metadata = pq.read_metadata(self.stream)
-            schema = metadata.schema.to_arrow_schema()
-            self._keys = keys = self.form.columns(schema.names)
+        with (
+            translate_errors(partial(damage_error, self.name)),  # pyarrow raises many exception types.
+            pq.ParquetFile(self.stream) as file,
+        ):
+            schema = file.schema_arrow
+            keys = self.form.columns(schema.names)
             self._unread = self._unread_keys(schema.names)
             for key in keys:
                 if key not in schema.names:
                     hint = option_hint(schema.names, self.form.hint)
                     raise UserError(f"{self.name}: {_missing_message(key, schema.names, 'columns')}", hint)
                 kind = schema.field(key).type
-                if self.form.strings and not _is_string_type(kind):
+                if self.form.strings and not _STRING_TYPE.fullmatch(str(kind)):
                     raise UserError(f'{self.name}: "{key}" contains {kind}, not strings', self.form.hint)
-            dictionaries = keys if self.form.strings else None
-            with pq.ParquetFile(self.stream, metadata=metadata, read_dictionary=dictionaries) as file:
-                batches = file.iter_batches(ROWS, columns=keys, use_threads=False)
-                columns = ([_column_values(batch.column(key)) for key in keys] for batch in batches)
-                yield from enumerate((row for batch in columns for row in zip(*batch, strict=True)), 1)
+            batches = file.iter_batches(ROWS, columns=keys, use_threads=False)
+            yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
-    def _parse(self, number: int, row: tuple[Any, ...]) -> dict[str, Any]:
-        if any(isinstance(value, str) and len(value) > MAX_RECORD for value in row):
-            raise BadRecord(f"longer than {MAX_RECORD:,} characters", "split it into several, or use --skip-bad")
-        return dict(zip(self._keys, row, strict=True)) | self._unread
-
-
-def _column_values(column: Any) -> list[Any]:
-    """Returns the values of a column. Strings can be invalid UTF-8."""
-    import pyarrow as pa
-
-    if isinstance(column, pa.DictionaryArray):
-        column = column.dictionary_decode()
-    if not _is_string_type(column.type):
-        return list(column.to_pylist())
-    values = column.cast(pa.large_binary()).to_pylist()
-    return [None if value is None else value.decode("utf-8", "surrogateescape") for value in values]
-
-
-def _is_string_type(kind: Any) -> bool:
-    import pyarrow as pa
-
-    value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
-    return str(value_type) in ("string", "large_string", "string_view", "null")
+    def _parse(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
+        return row | self._unread

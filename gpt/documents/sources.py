@@ -1,19 +1,17 @@
 """Resolves TEXT arguments to sources: files, folders, patterns, standard input, URLs and named corpora."""
 
 import contextlib
-import datetime
-import email.utils
 import fnmatch
 import functools
 import glob
-import io
+import hashlib
 import os
 import re
 import shlex
 import stat
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -21,9 +19,9 @@ from typing import Any, BinaryIO, TextIO, cast
 from urllib.parse import urlsplit
 
 from gpt.documents import catalogue
-from gpt.documents.documents import Skipped, is_plain
-from gpt.documents.download import OnBytes, ignore
-from gpt.documents.formats import SAMPLE, guess_wide
+from gpt.documents.documents import UNSUPPORTED, Skipped, is_plain
+from gpt.documents.download import OnBytes, fetch, ignore
+from gpt.documents.formats import find_wide
 from gpt.documents.unpack import (
     BUFFER,
     UNPACK,
@@ -36,9 +34,8 @@ from gpt.documents.unpack import (
     reason,
     translate_errors,
 )
-from gpt.system.distribution import install, install_extra
 from gpt.system.errors import UserError, WorkError, did_you_mean
-from gpt.system.files import suggest_name
+from gpt.system.files import cache_dir, is_file_name, suggest_name
 from gpt.tokenizers.saving import RANKS, TOKENIZER_JSON
 
 DEFAULT_CORPUS = "pydocs"
@@ -75,8 +72,7 @@ def is_token_folder(path: str | Path) -> bool:
 
 def identity(source: Source) -> str:
     """Returns the identity of a source: the real path of a local file, otherwise the name."""
-    name = source.name.removeprefix("file://")
-    return os.path.realpath(name) if source.time and "://" not in name else name
+    return os.path.realpath(source.name) if source.time and "://" not in source.name else source.name
 
 
 def find_published_held_out(texts: Sequence[str], on_bytes: OnBytes = ignore) -> list[Source]:
@@ -118,16 +114,15 @@ def _file_type(path: str) -> int:
 
 # Suffixes of files that are known not to be text. They are read only if they are named.
 _is_not_text = re.compile(
-    r".*\.(7z|a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|doc|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
+    r".*\.(a|avi|avif|bin|blend|bmp|class|db|deb|dll|dmg|dylib|eot|exe|flac|gguf|gif|gmo|h5|heic|ico|inv|iso|jar"
     r"|jpe?g|lib|m4[av]|mk[av]|mo|mov|mp[34]|msi|np[yz]|o|obj|od[ps]|ogg|onnx|opus|otf|pack|pcap|pdb|pickle|pkl|png|pptx?"
-    r"|psd|pth?|py[cdo]|rar|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
+    r"|psd|pth?|py[cdo]|rpm|safetensors|so|sqlite3?|svg|tiff?|tt[cf]|wasm|wav|web[mp]|whl|wm[av]|woff2?|xlsx?)"
 ).fullmatch
 _is_lock_file = re.compile(
     r"(bun|cargo|composer|flake|gemfile|mix|pdm|pipfile|podfile|poetry|pubspec|uv|yarn)\.lock|go\.sum|gradle\.lockfile"
     r"|npm-shrinkwrap\.json|package-lock\.json|packages\.lock\.json|pnpm-lock\.yaml"
 ).fullmatch
 _GENERATED_FOLDERS = {"node_modules", "__pycache__"}
-MAX_SCANNED = 2**26  # Bytes of a file that are searched for a zero byte.
 
 
 def _is_text(path: str) -> bool:
@@ -137,16 +132,12 @@ def _is_text(path: str) -> bool:
         file = PackedFile(path, Path(path).name.lower(), partial(open_source, source, lambda size: None))
         while (ending := "." + file.kind.rpartition(".")[2]) in UNPACK:
             file = file.unpack(ending)
-        if _is_not_text(file.kind):
+        if _is_not_text(file.kind) or ending in UNSUPPORTED:
             return False
         if is_plain(replace(source, name=file.kind)):
             with contextlib.closing(file.open()) as stream:
-                block, unread = stream.read(BUFFER), MAX_SCANNED
-                is_wide = b"\0" in block[:SAMPLE] and guess_wide(block[:SAMPLE]) is not None
-                while block and unread > 0 and not is_wide:
-                    if b"\0" in block:
-                        return False
-                    unread, block = unread - len(block), stream.read(BUFFER)
+                block = stream.read(BUFFER)
+                return b"\0" not in block or find_wide(block) is not None
     return True
 
 
@@ -166,7 +157,7 @@ class _Finder:
         if status is not None:
             return self._folder_sources(text) if stat.S_ISDIR(status.st_mode) else self._file_sources([text])
         if "://" in text:
-            return find_remote(text)
+            return find_remote(text, on_bytes)
         if glob.has_magic(text):
             return self._pattern_sources(text)
         if text in catalogue.names():
@@ -225,7 +216,7 @@ class _Finder:
                 if kind == stat.S_IFREG and _is_lock_file(Path(path).name.lower()):
                     self._record_skipped("lock files", path)
                 elif kind == stat.S_IFREG and not _is_text(path):
-                    self._record_skipped("files that are not text", path)
+                    self._record_skipped("files that gpt does not read", path)
                 elif kind == stat.S_IFREG:
                     yield path
                 else:
@@ -307,105 +298,47 @@ def run_name(texts: Sequence[str]) -> str:
     path = Path(os.path.abspath(text))
     while glob.has_magic(path.name) and not exists:  # A run on a pattern is named after the folder.
         path = path.parent
-    if path.suffix.lower() in (".gz", ".bz2", ".xz", ".zst"):
+    if path.suffix.lower() in (".gz", ".zst"):
         path = path.with_suffix("")
     return (path.name if path.is_dir() else path.stem) or "text"
 
 
-_TIMEOUT = 60.0  # Seconds without data before a connection counts as lost.
-# Keys of the modification time in fsspec.
-_TIME_KEYS = ("mtime", "LastModified", "last_modified", "Last-Modified", "updated", "created")
+def find_remote(address: str, on_bytes: OnBytes = ignore) -> list[Source]:
+    """Returns the file of a web address, downloaded once into the cache, or the files of an address on the Hub, which
+    can be a folder or a pattern, sorted and without hidden files. Raises `UserError` if there is no file, `WorkError`
+    without a network."""
+    scheme, _, path = address.partition("://")
+    if scheme in ("http", "https"):
+        name = PurePath(urlsplit(address).path).name
+        folder = cache_dir() / "web" / hashlib.sha256(address.encode()).hexdigest()[:16]
+        target = folder / (name if is_file_name(name) else "index.html")
+        return [file_source(address, fetch(address, target, on_bytes=on_bytes))]
+    if scheme != "hf":
+        hint = "use https:// or hf://datasets/OWNER/NAME/…, or copy the text to this machine first"
+        raise UserError(f"gpt cannot read {scheme}:// addresses: {address}", hint)
+    with translate_errors(partial(_hub_error, address)):
+        from huggingface_hub import HfFileSystem  # A slow import.
 
-
-def find_remote(address: str) -> list[Source]:
-    """Returns the files of a URL, which can be a folder or a pattern, sorted and without hidden files. Raises
-    `UserError` if there is no file, `WorkError` if the network or a package that fsspec needs is missing."""
-    with translate_errors(partial(_remote_error, address)):
-        fs, path = _open_filesystem(address)
-        infos = dict(_remote_files(fs, path, address))
-        sources = [_remote_source(fs, path, info) for path, info in sorted(infos.items())]
-    if not sources:
+        hub: Any = HfFileSystem()
+        found = hub.glob(path, detail=True) if glob.has_magic(path) else {path: hub.info(path)}
+        for name in [name for name, info in found.items() if info["type"] == "directory"]:
+            found |= hub.find(name, detail=True)
+    names = sorted(name for name, info in found.items() if info["type"] == "file" and "/." not in name)
+    if not names:
         raise UserError(f"there is no file at {address}", "a folder or a pattern must match files")
-    return sources
+    return [Source(f"hf://{name}", int(found[name]["size"] or 0), 0, partial(_open_on_hub, name)) for name in names]
 
 
-def _open_filesystem(address: str) -> tuple[Any, str]:
-    import fsspec  # Only URLs need fsspec.
+def _open_on_hub(path: str) -> BinaryIO:
+    from huggingface_hub import HfFileSystem
 
-    options: dict[str, Any] = {}
-    try:
-        if address.startswith(("http://", "https://")):
-            import aiohttp
-
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_TIMEOUT, sock_read=_TIMEOUT)
-            options = {"client_kwargs": {"timeout": timeout}}  # The default aborts downloads after 5 minutes.
-        fs, path = fsspec.core.url_to_fs(address, **options)
-    except ImportError as error:
-        cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-        hint = install_extra("remote") if cause.name in ("aiohttp", None) else install(str(cause.name))
-        raise WorkError(f"{address} cannot be read yet: {reason(error)}", hint) from None
-    except ValueError as error:
-        raise UserError(f"{address}: {reason(error)}", "use one of fsspec: https://, s3://, gs://, hf:// …") from None
-    return fs, path
-
-
-def _remote_files(fs: Any, path: str, address: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    is_web = address.startswith(("http://", "https://"))
-    if "*" in path or "[" in path or ("?" in path and not is_web):
-        entries = fs.glob(path, detail=True)
-    elif is_web and address.endswith("/"):  # fsspec treats any page with links as a folder.
-        entries = {path: {"type": "directory"}}
-    else:
-        entries = {path: fs.info(path)}
-    for name, info in entries.items():
-        if info["type"] == "file" or (len(entries) == 1 and info["type"] != "directory"):
-            yield name, info
-        if info["type"] != "directory":  # This is a file, a pipe or a broken link.
-            continue
-        for file, file_info in fs.find(name, detail=True).items():
-            if file_info["type"] == "file" and not any(
-                part.startswith(".") for part in file.removeprefix(name).split("/")
-            ):
-                yield file, file_info
-
-
-def _remote_source(fs: Any, path: str, info: Mapping[str, Any]) -> Source:
-    address = fs.unstrip_protocol(path)
-    return Source(address, int(info.get("size") or 0), _remote_time(info), partial(_open_remote, address))
-
-
-def _remote_time(info: Mapping[str, Any]) -> int:
-    """Returns the modification time in nanoseconds, or 0 if unknown."""
-    for value in map(info.get, _TIME_KEYS):
-        with contextlib.suppress(TypeError, ValueError):
-            if isinstance(value, str):
-                is_iso = value[:1].isdigit()
-                value = datetime.datetime.fromisoformat(value) if is_iso else email.utils.parsedate_to_datetime(value)
-            return int((value.timestamp() if isinstance(value, datetime.datetime) else value) * 1e9)  # type: ignore[operator]
-    return 0
-
-
-def _open_remote(address: str) -> BinaryIO:
-    to_error = partial(_remote_error, address)
-    is_web = address.startswith(("http://", "https://"))
+    to_error = partial(_hub_error, f"hf://{path}")
     with translate_errors(to_error):
-        fs, path = _open_filesystem(address)
-        file = fs.open(path, "rb", **({"block_size": 0} if is_web else {}))  # One request per file, not per block.
-    return cast(BinaryIO, _WholeBlocks(ByteStream(file, to_error, seekable=not is_web and file.seekable())))
+        file: Any = HfFileSystem().open(path, "rb")
+    return cast(BinaryIO, ByteStream(file, to_error, seekable=True))
 
 
-class _WholeBlocks(io.BufferedReader):
-    """Reads full blocks regardless of the network, because a resume must cut the text at the same places."""
-
-    def read1(self, size: int = -1, /) -> bytes:
-        """Returns ``size`` bytes, or fewer at the end."""
-        return self.read(size)
-
-
-def _remote_error(address: str, error: Exception) -> UserError:
-    cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-    status = getattr(cause, "status", None)
-    if status in (404, 410) or (isinstance(error, FileNotFoundError) and cause is error):
-        return UserError(f"there is no {address}", "check the address")
-    message = f"{status} {getattr(cause, 'message', '')}" if status else reason(cause)
-    return WorkError(f"cannot read {address}: {message}", "check the network and the address")
+def _hub_error(address: str, error: Exception) -> UserError:
+    if isinstance(error, FileNotFoundError):
+        return UserError(f"there is no {address}", "check the address; a private dataset needs a login: hf auth login")
+    return WorkError(f"cannot read {address}: {reason(error)}", "check the network and the address")

@@ -1,5 +1,4 @@
-"""Opens and decompresses sources: byte streams, ``.gz``, ``.bz2``, ``.xz`` and ``.zst`` files, members of ``.zip`` and
-``.tar`` archives.
+"""Opens and decompresses sources: byte streams, ``.gz`` and ``.zst`` files, members of ``.zip`` and ``.tar`` archives.
 
 Errors name the file on one line. Member names are never used as paths.
 """
@@ -227,64 +226,11 @@ def unzstd(name: str, packed: ByteStream) -> ByteStream:
     return ByteStream(zstd.ZstdFile(io.BufferedReader(packed, BUFFER)), partial(damage_error, name))
 
 
-class _Streams:
-    """A file object over any number of compressed streams. ``make`` returns a decompressor of bz2 or lzma."""
-
-    def __init__(self, packed: io.BufferedReader, make: Callable[[], Any]) -> None:
-        self.packed, self.make, self.decompressor = packed, make, make()
-        self.close = packed.close
-
-    def read(self, size: int, /) -> bytes:
-        """Returns at most ``size`` bytes, none only at the end."""
-        while True:
-            inner, block = self.decompressor, b""
-            if inner.eof:
-                block = inner.unused_data.lstrip(b"\0")  # Zero bytes may follow a stream.
-                while not block:
-                    if not (padding := self.packed.read(BUFFER)):
-                        return b""
-                    block = padding.lstrip(b"\0")
-                inner = self.decompressor = self.make()
-            elif inner.needs_input and not (block := self.packed.read(BUFFER)):
-                raise EOFError("Compressed file ended before the end-of-stream marker was reached")
-            if data := inner.decompress(block, size):
-                return bytes(data)
-
-
-def unbzip2(name: str, packed: ByteStream) -> ByteStream:
-    """Decompresses bzip2 with any number of streams."""
-    import bz2  # Python can be built without it.
-
-    return ByteStream(_Streams(io.BufferedReader(packed, BUFFER), bz2.BZ2Decompressor), partial(damage_error, name))
-
-
-XZ_MEMORY = 2**27  # Bytes. `xz -9` needs half of it.
-
-
-def unxz(name: str, packed: ByteStream) -> ByteStream:
-    """Decompresses xz with any number of streams."""
-    import lzma  # Python can be built without it.
-
-    def to_error(error: Exception) -> UserError:
-        if "memory usage limit" in str(error).lower():
-            hint = "unpack it yourself, and give the file; or skip it with --skip-bad"
-            return StreamError(name, f"{name} needs more than {XZ_MEMORY >> 20} MiB of memory to unpack", hint)
-        return damage_error(name, error)
-
-    make = partial(lzma.LZMADecompressor, lzma.FORMAT_XZ, memlimit=XZ_MEMORY)
-    return ByteStream(_Streams(io.BufferedReader(packed, BUFFER), make), to_error)
-
-
 # The decompressor of each suffix, and the suffix after decompression.
 UNPACK: dict[str, tuple[Callable[[str, ByteStream], ByteStream], str]] = {
     ".gz": (gunzip, ""),
-    ".bz2": (unbzip2, ""),
-    ".xz": (unxz, ""),
     ".zst": (unzstd, ""),
     ".tgz": (gunzip, ".tar"),
-    ".tbz2": (unbzip2, ".tar"),
-    ".txz": (unxz, ".tar"),
-    ".tzst": (unzstd, ".tar"),
 }
 
 

@@ -1,6 +1,5 @@
 """The data of a run: text tokenized by the run or by `gpt tokenize`, or examples: pairs, conversations, preferences."""
 
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -190,11 +189,8 @@ def open_examples(
         note(f"{corpus.skipped:,} files or lines could not be read and were skipped")
     if copies := find_copies([*corpus.train, *corpus.held_out]):
         verb = f"{kind.singular} copies an earlier one", f"{kind.plural} copy earlier ones"
-        words = ["gpt", "data", "check", *texts, *filter(None, [config.val_text]), *["--skip-bad"] * config.skip_bad]
-        for name in ("encoding", "errors"):
-            value = getattr(config, name)
-            words += [f"--{name}", value] if value != getattr(TextConfig, name) else []
-        note(f"{counted(len(copies), *verb)}: see {shlex.join(words)}")
+        places = ", ".join(copy.where for copy in copies[:3]) + (" …" if len(copies) > 3 else "")
+        note(f"{counted(len(copies), *verb)}: {places}")
     for line in encoder.notes():
         note(line)
     tokenizer = encoder.tokenizer

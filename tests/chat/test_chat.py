@@ -426,7 +426,7 @@ def test_conversations_are_read_from_parquet_and_json(workdir: Path) -> None:
     Path("chats.json").write_text(json.dumps(rows, indent=1), encoding="utf-8-sig")
     for name in ("chats.parquet", "chats.json"):
         assert [conversation.messages for conversation in read(name)] == CHATS
-    assert read("chats.json")[1].where.startswith("chats.json, line ")
+    assert read("chats.json")[1].where.startswith("chats.json, record ")
     tool_call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     for table, message in (
         (pa.table({"text": ["x"]}), 'x.parquet: it has no "messages"; its columns: text'),

@@ -48,7 +48,7 @@ def test_light_commands_do_not_import_torch(gpt: Gpt, run_folder: Path, tmp_path
     lines = [
         f"params {run_folder}", f"params {tmp_path}/model.gguf",
         f"tokenizer train {tmp_path}/book.txt -o {tmp_path}/vocab --vocab-size 300",
-        f"tokenizer show {tmp_path}/vocab {tmp_path}/book.txt",
+        f"tokenizer show {tmp_path}/vocab",
         f"tokenizer encode x --tokenizer {tmp_path}/vocab --json", "tokenizer decode 1 --tokenizer bytes",
         f"tokenize {tmp_path}/book.txt -o {tmp_path}/tokens --tokenizer {tmp_path}/vocab -q",
     ]  # fmt: skip
@@ -192,7 +192,7 @@ def test_environment_variables_work_for_every_command(
         (["train", "none.txt"], "there is no file none.txt"),
         (["train", "empty.txt"], "empty.txt is empty: 0 characters"),
         (["train", "byte.txt"], "too short to hold out 0.1 of it: 1 byte"),
-        (["train", "binary.bin"], "is not text: it has a zero byte at offset 3"),
+        (["train", "binary.bin"], "is not text: it has a zero byte in line 1"),
         (["train", "latin.txt"], "is not UTF-8: byte 0xe9 at offset 9, line 2"),
         (["train", "book.txt", "--n-embd", "33"], "n_embd 33 is not divisible by n_head 4"),
         (["train", "book.txt", "--tokenizer", "gtp2"], 'there is no tokenizer "gtp2"'),

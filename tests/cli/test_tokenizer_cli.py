@@ -109,7 +109,6 @@ def test_show_prints_size_pattern_and_longest_tokens(gpt: Gpt, book: Path) -> No
     assert result.code == 0
     assert "<|user|>" in result.out
     assert "9–16" in result.out
-    assert "Most frequent" not in result.out
     values = json.loads(gpt("tokenizer", "show", "vocab", "--longest", "3", "--json").out)
     keys = ["name", "vocab_size", "end_of_text", "specials", "bos", "ends", "pattern", "fingerprint", "longest"]
     assert list(values) == keys
@@ -117,16 +116,6 @@ def test_show_prints_size_pattern_and_longest_tokens(gpt: Gpt, book: Path) -> No
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == 3
     assert json.loads(gpt("tokenizer", "show", "bytes", "--longest", "0", "--json").out)["longest"] == []
-
-
-def test_show_counts_tokens_of_a_text(gpt: Gpt, book: Path) -> None:
-    Path("small.txt").write_text("aab\n")
-    values = json.loads(gpt("tokenizer", "show", "bytes", "small.txt", "--json").out)
-    assert list(values)[9:] == ["bytes", "tokens", "bytes_per_token", "ids_used"]
-    assert [values[key] for key in list(values)[9:]] == [4, 4, 1.0, 3]
-    output = gpt("tokenizer", "show", "bytes", "small.txt", "book.txt").out
-    assert "Most frequent" in output
-    assert '"\\n"' in output  # Line ends are escaped.
 
 
 def test_encode_and_decode_read_arguments_files_and_stdin(gpt: Gpt, workdir: Path) -> None:

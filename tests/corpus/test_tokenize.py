@@ -280,18 +280,18 @@ def test_resume_refuses_changed_settings_and_files(texts: Path, tmp_path: Path) 
     assert_resume_refused("another split", val_fraction=0.2)
     assert_resume_refused("started with another --split-on: None, now ---", split_on="---")
     (copy / "d.txt").write_text("new")
-    assert_resume_refused(r"d\.txt did not exist when")
+    assert_resume_refused(r"d\.txt was added, removed or changed since")
     (copy / "d.txt").unlink()
     (copy / "b3.md").rename(tmp_path / "b3.md")
-    assert_resume_refused(r"b3\.md has disappeared since")
+    assert_resume_refused(r"b3\.md was added, removed")
     (copy / "b3.md").write_text("other")
-    assert_resume_refused(r"b3\.md has changed since")
+    assert_resume_refused(r"b3\.md was added, removed")
     (tmp_path / "b3.md").replace(copy / "b3.md")
     resumed_hashes = hashes(tokenize(copy, out, resume=True).path)
     assert hashes(tokenize(copy, out, resume=True).path) == resumed_hashes
     assert_resume_refused("was started with another split", seed=2)
     (copy / "b3.md").write_text("other")
-    assert_resume_refused(r"b3\.md has changed since")
+    assert_resume_refused(r"b3\.md was added, removed")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     assert_resume_refused("is not a token folder that gpt tokenize started", tmp_path / "mine")
@@ -457,29 +457,7 @@ def test_several_token_folders_are_one_text(texts: Path, tmp_path: Path, gpt: Ca
     assert gpt("train", "--resume", tmp_path / "run", "--steps", "3", "-q").code == 0
     evaluated = json.loads(gpt("eval", *paths, "-m", tmp_path / "run", "--json", "-q").out)
     assert evaluated["bytes"] == both.count_text_bytes("val")
-    copies = json.loads(gpt("data", "check", *paths, "--json").out)
-    assert copies["documents"] == both.documents + 1  # The end of a.txt is held out.
-    assert gpt("data", "check", tmp_path / "run", "--json").out == gpt("data", "check", *paths, "--json").out
     assert "in the training text" in gpt("report", tmp_path / "run").out
-
-
-def test_older_token_folder_loads(texts: Path, tmp_path: Path) -> None:
-    folder = tokenize(texts, tmp_path / "tokens")
-    expected = read_ids(folder, "train")
-    numbers = {"group": 0, "slice": 0}
-    for record in folder.shards:
-        (folder.path / record.file).rename(folder.path / record.file.replace(".ids", "-00000.ids"))
-    lines = [
-        json.dumps(json.loads(line) | {"group": 0}) for line in (folder.path / "sources.jsonl").read_text().splitlines()
-    ]
-    (folder.path / "sources.jsonl").write_text("".join(f"{line}\n" for line in lines))
-    manifest = folder.manifest | {"part": None}
-    for shard in manifest["shards"]:
-        shard |= numbers | {"file": shard["file"].replace(".ids", "-00000.ids")}
-    manifest["sources"]["sha256"] = hashlib.sha256((folder.path / "sources.jsonl").read_bytes()).hexdigest()
-    (folder.path / "manifest.json").write_text(json.dumps(manifest))
-    TokenFolder(folder.path).verify()
-    assert read_ids(TokenFolder(folder.path), "train") == expected
 
 
 @pytest.mark.usefixtures("small_shards")
