@@ -2,7 +2,7 @@
 
     python docs/pages.py TEXT [RUNS]
 
-TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, waves, bands), to skip their training. Needs
+TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, bands), to skip their training. Needs
 the dev extra and Chromium.
 """
 
@@ -22,24 +22,21 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
-BOOK, CHAT, WAVES, BANDS = "runs/book", "runs/chat", "runs/waves", "runs/bands"
+BOOK, CHAT, BANDS = "runs/book", "runs/chat", "runs/bands"
 TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# The tutorial's runs; one for a step, with sinusoidal positions; one with a window of four tokens in layers 1 and 3.
+# The tutorial's runs, and one with a window of four tokens in layers 1 and 3.
 TRAIN_COMMANDS: dict[str, list[str]] = {
     BOOK: ["book.txt"],
     CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
-    WAVES: ["book.txt", "--positions", "sinusoidal", "--steps", "1"],
     BANDS: ["book.txt", "--arch", "modern", "--window", "4", "--minutes", "1"],
 }
 # Commands that draw a picture with `-o FILE.png`.
 PICTURE_COMMANDS: dict[str, list[str]] = {
     "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
     "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
-    "learned": ["inspect", "positions", "-m", BOOK],
-    "waves": ["inspect", "positions", "-m", WAVES],
     "head": ["inspect", "attention", "-m", BOOK, PROMPT, "--layer", LAYER_AND_HEAD[0], "--head", LAYER_AND_HEAD[1]],
     "heads": ["inspect", "attention", "-m", BOOK, PROMPT],
     "bands": ["inspect", "attention", "-m", BANDS, PROMPT],

@@ -1,7 +1,5 @@
-"""``gpt inspect attention|neighbors|analogy|positions``."""
+"""``gpt inspect attention|neighbors``."""
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,11 +10,8 @@ from ..show import page, plots, progress, render
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
-    from gpt.insight.inspect import Embeddings
 
-app = typer.Typer(help="Look inside a model: attention, embeddings, positions.")
-
-Count = Annotated[int, option("--count", "-k", min=1, help="Number of tokens to list")]
+app = typer.Typer(help="Look inside a model: attention and embeddings.")
 
 
 @app.command("attention")
@@ -65,7 +60,7 @@ def neighbors(
     words: Annotated[
         list[str], typer.Argument(metavar="WORD", help="Words, each encoded with a space before it, as in a text")
     ],
-    count: Count = 10,
+    count: Annotated[int, option("--count", "-k", min=1, help="Number of tokens to list")] = 10,
     model: Model = None,
     out: Out = None,
     json: Json = False,
@@ -74,61 +69,21 @@ def neighbors(
 
     gpt inspect neighbors king queen
     """
-    embeddings, name = _load_embeddings(model, out, json)
-    from ..show import json_inspect
-
-    data = json_inspect.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
-    groups = [json_inspect.near_group(entry["word"].strip(), [entry], entry["neighbors"]) for entry in data["words"]]
-    _show_near(data, "Neighbors", name, groups, out, json)
-
-
-@app.command("analogy")
-def analogy(
-    words: Annotated[
-        list[str],
-        typer.Argument(metavar="WORD - WORD + WORD", help="Sum and difference of words, with spaces around + and -"),
-    ],
-    count: Count = 10,
-    model: Model = None,
-    out: Out = None,
-    json: Json = False,
-) -> None:
-    """Find the tokens closest to a sum of embeddings.
-
-    gpt inspect analogy king - man + woman
-    """
-    from gpt.insight.inspect import parse_analogy  # Slow, because it imports torch.
-
-    parsed = parse_analogy(words)
-    embeddings, name = _load_embeddings(model, out, json)
-    from ..show import json_inspect
-
-    terms = [(sign, embeddings.find(word)) for sign, word in parsed]
-    data = json_inspect.analogy_data(terms, count, embeddings, name)
-    title = " ".join(f"{'+' if sign > 0 else '−'} {word.text.strip()}" for sign, word in terms).removeprefix("+ ")
-    group = json_inspect.near_group(title, data["terms"], data["nearest"])
-    _show_near(data, "Analogy", name, [group], out, json)
-
-
-@app.command("positions")
-def positions(model: Model = None, out: Out = None, json: Json = False) -> None:
-    """Show the position embeddings, and how similar two positions are by distance.
-
-    gpt inspect positions -m runs/book -o positions.html
-    """
     page.check_out(out)
     loaded = _load(model, "cpu", json)
-    from gpt.insight import inspect
+    from gpt.insight.inspect import Embeddings
 
     from ..show import json_inspect, render_inspect
 
-    name, position_info = str(loaded.path), inspect.positions(loaded.model)
+    embeddings, name = Embeddings(loaded.model, loaded.tokenizer), str(loaded.path)
+    data = json_inspect.neighbors_data([embeddings.find(word) for word in words], count, embeddings, name)
+    groups = [json_inspect.near_group(entry) for entry in data["words"]]
     page.show(
-        "positions", f"positions: {name}", out, json,
-        data=lambda: json_inspect.positions_data(position_info, name),
-        page=lambda: json_inspect.positions_page(position_info, name),
-        picture=lambda: plots.positions(position_info, name),
-        terminal=lambda: render_inspect.positions(position_info),
+        "near", f"Neighbors: {name}", out, json,
+        data=lambda: data,
+        page=lambda: {"model": name, "groups": groups},
+        picture=lambda: plots.near(groups),
+        terminal=lambda: render_inspect.near(groups),
     )  # fmt: skip
 
 
@@ -136,26 +91,3 @@ def _load(model: str | None, device: str, quiet: bool) -> "LanguageModel":
     with progress.startup_spinner(quiet=quiet):
         from gpt import api
     return api.load(model, device=device, dtype="float32")  # float32 gives exact numbers.
-
-
-def _load_embeddings(model: str | None, out: Path | None, json: bool) -> "tuple[Embeddings, str]":
-    page.check_out(out)
-    loaded = _load(model, "cpu", json)
-    from gpt.insight.inspect import Embeddings
-
-    return Embeddings(loaded.model, loaded.tokenizer), str(loaded.path)
-
-
-def _show_near(
-    data: page.Data, title: str, model: str, groups: Sequence[page.Data], out: Path | None, json: bool
-) -> None:
-    from ..show import render_inspect
-
-    explanation = "Cosine similarity of two rows of the embedding: 1 is the same direction, 0 is unrelated."
-    page.show(
-        "near", f"{title}: {model}", out, json,
-        data=lambda: data,
-        page=lambda: {"title": title, "model": model, "notes": [explanation], "groups": groups},
-        picture=lambda: plots.near(groups),
-        terminal=lambda: render_inspect.near(groups),
-    )  # fmt: skip

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from gpt.insight.inspect import Inspection, Positions
+    from gpt.insight.inspect import Inspection
     from gpt.tokenizers.tokenizer import Tokenizer
 
 SUFFIXES = (".png", ".svg", ".pdf")
@@ -120,26 +120,6 @@ def near(groups: Sequence[Mapping[str, Any]]) -> "Figure":
         axes.set_xlim(0, 1.1)
         axes.invert_yaxis()
         axes.tick_params(length=0)
-    return figure
-
-
-def positions(position_info: "Positions", model: str) -> "Figure":
-    """Draws the position embeddings (negative blue, positive red) and similarity by distance."""
-    import numpy as np
-
-    title, table = f"positions: {model}, {position_info.kind}", position_info.table
-    if table is None:
-        figure = _make_figure(7, 3, title)
-        curve = figure.add_subplot()
-    else:
-        figure = _make_figure(7, 8, title)
-        axes, curve = figure.subplots(2, height_ratios=[5, 2])
-        signed_roots = np.sign(table) * np.sqrt(np.abs(table) / max(float(np.abs(table).max()), 1e-30))
-        axes.imshow(signed_roots, cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto")
-        axes.set(xlabel=f"{table.shape[1]:,} numbers", ylabel=f"{len(table):,} positions")
-    curve.plot(position_info.similarity)
-    curve.grid(alpha=0.4)
-    curve.set(xlabel="tokens apart", ylabel="similarity of two positions")
     return figure
 
 

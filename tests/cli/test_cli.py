@@ -38,7 +38,7 @@ LIGHT = (
     "--help", "train --help", "sample -h", "params gpt3-175b", "params --list", "data --help", "data list --help",
     "data list", "data show openwebtext", "tokenizer", "tokenizer --help",
     *(f"tokenizer {name} --help" for name in ("train", "show", "encode", "decode")), "report --help", "inspect",
-    *(f"inspect {name} --help" for name in ("attention", "neighbors", "analogy", "positions")),
+    *(f"inspect {name} --help" for name in ("attention", "neighbors")),
 )  # fmt: skip
 
 
