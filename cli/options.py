@@ -61,9 +61,6 @@ Threads = Annotated[
     ),
 ]  # fmt: skip
 OutPage = Annotated[Path | None, option("--out", "-o", help="Write a self-contained page to FILE.html")]
-Out = Annotated[
-    Path | None, option("--out", "-o", help="Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")
-]
 
 
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .. import inputs
-from ..options import Device, Json, Model, Out, PromptFile, option
-from ..show import page, plots, progress, render
+from ..options import Device, Json, Model, OutPage, PromptFile, option
+from ..show import page, progress, render
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -24,7 +24,7 @@ def attention(
         option(help="Show only this head, counted from 0", show_default="all; in a terminal, the clearest one"),
     ] = None,
     model: Model = None,
-    out: Out = None,
+    out: OutPage = None,
     json: Json = False,
     device: Device = "auto",
 ) -> None:
@@ -48,9 +48,8 @@ def attention(
     name, tokenizer = str(loaded.path), loaded.tokenizer
     page.show(
         "attention", f"attention: {name}", out, json,
-        data=lambda: json_inspect.attention_data(inspection, tokenizer, name, words),
+        data=lambda: [json_inspect.attention_data(inspection, tokenizer, name, words)],
         page=lambda: json_inspect.attention_page(inspection, tokenizer, name),
-        picture=lambda: plots.attention(inspection, tokenizer, name),
         terminal=lambda: render_inspect.attention(inspection, tokenizer),
     )  # fmt: skip
 
@@ -62,7 +61,7 @@ def neighbors(
     ],
     count: Annotated[int, option("--count", "-k", min=1, help="Number of tokens to list")] = 10,
     model: Model = None,
-    out: Out = None,
+    out: OutPage = None,
     json: Json = False,
 ) -> None:
     """Find the tokens whose embeddings are most similar to a word's.
@@ -80,9 +79,8 @@ def neighbors(
     groups = [json_inspect.near_group(entry) for entry in data["words"]]
     page.show(
         "near", f"Neighbors: {name}", out, json,
-        data=lambda: data,
+        data=lambda: [data],
         page=lambda: {"model": name, "groups": groups},
-        picture=lambda: plots.near(groups),
         terminal=lambda: render_inspect.near(groups),
     )  # fmt: skip
 

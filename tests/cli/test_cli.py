@@ -532,7 +532,7 @@ def test_params_compares_models(gpt: Gpt, run_folder: Path, workdir: Path) -> No
     values = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
     assert values == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
-    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "does not name a format")
+    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "is not the name of a page")
 
 
 def test_params_list_contains_every_preset(gpt: Gpt) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -102,29 +101,16 @@ def test_encode_command_shows_the_tokenizers_tokens(gpt: Gpt, run_folder: Path) 
     ],
     ids=lambda args: " ".join(args)[:28],
 )  # fmt: skip
-def test_every_file_format_can_be_written(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
-    from PIL import Image
-
-    expected = gpt(*args, "-m", run_folder, "--json").out
-    for extension in ("html", "PNG", "svg", "pdf", "json"):
-        result = gpt(*args, "-m", run_folder, "-o", f"out.{extension}")
-        assert result.code == 0, result.err
-        assert result.out.startswith(f"saved  out.{extension}")
-    assert json.loads(Path("out.json").read_bytes()) == json.loads(expected)
-    with Image.open("out.PNG") as image:
-        assert image.width > 300
-        assert len(image.convert("RGB").getcolors(2**24) or []) > 10
-    assert Path("out.svg").read_text(encoding="utf-8").rstrip().endswith("</svg>")
-    assert Path("out.pdf").read_bytes().startswith(b"%PDF")
+def test_page_is_self_contained(gpt: Gpt, run_folder: Path, workdir: Path, args: list[str]) -> None:
+    result = gpt(*args, "-m", run_folder, "-o", "out.html")
+    assert result.out.startswith("saved  out.html"), result.err
     page = Path("out.html").read_text(encoding="utf-8")
     external_reference = r"(src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://(?!www\.w3\.org/2000/svg)"
     assert re.search(external_reference, page) is None
     assert page.count("<script") == page.count("</script") == 2  # Data and program
 
 
-def test_invalid_inspect_arguments_are_errors(
-    gpt: Gpt, run_folder: Path, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_invalid_inspect_arguments_are_errors(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
     def assert_error(message: str, *args: str | Path) -> None:
         one_line_of_what_and_what_next(gpt("inspect", *args, "-m", run_folder), message)
 
@@ -135,11 +121,9 @@ def test_invalid_inspect_arguments_are_errors(
     assert_error("a word is empty", "neighbors", "")
     assert_error("Input should be greater than or equal to 1", "neighbors", "cat", "-k", "0")
     assert_error("there is no folder", "neighbors", "cat", "-o", "none/x.html")
-    assert_error("does not name a format", "neighbors", "cat", "-o", "x.gif")
+    assert_error("is not the name of a page", "neighbors", "cat", "-o", "x.png")
     Path("x.html").mkdir()
     assert_error("x.html is a folder", "neighbors", "cat", "-o", "x.html")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert_error("images need the package matplotlib", "neighbors", "cat", "-o", "x.png")
     encode = ("tokenizer", "encode", "--show")
     one_line_of_what_and_what_next(gpt(*encode, "-m", run_folder), "there is nothing to encode")
     one_line_of_what_and_what_next(gpt(*encode, "x", "-m", "nowhere"), "there is no run or checkpoint")

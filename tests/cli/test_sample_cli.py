@@ -459,7 +459,7 @@ def test_unreadable_run_is_named(run_folder: Path, workdir: Path, monkeypatch: p
         ["eval", "t.txt", "-m", "runs/theirs"],
         ["params", "runs/theirs"],
         ["report", "runs/theirs"],
-        ["inspect", "positions", "-m", "runs/theirs"],
+        ["inspect", "neighbors", "hi", "-m", "runs/theirs"],
         ["train", "--resume", "runs/theirs"],
         ["train", "t.txt", "--init", "runs/theirs"],
     ):
