@@ -4,7 +4,7 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -101,19 +101,14 @@ class LanguageModel:
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
     def write_all(
-        self,
-        prompts: Sequence[str],
-        config: SampleConfig | None = None,
-        seed: int = 1337,
-        num: int = 1,
-        done: Collection[tuple[int, int]] = (),
+        self, prompts: Sequence[str], config: SampleConfig | None = None, seed: int = 1337, num: int = 1
     ) -> Iterator[Piece]:
         """Yields the text pieces of ``num`` samples or beams per prompt, one sample after another. Batching does not
-        change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
+        change the samples. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
         config.check_num(num)
         writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
-        return writer.write(prompts, range(num), done)
+        return writer.write(prompts, range(num))
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
         """Returns ``num`` continuations of ``prompt``, with ``beam`` the best. ``settings`` are fields of

@@ -59,9 +59,8 @@ def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tm
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the"}\n{"prompt": "cat"}\n')
     for options in (["--greedy"], ["--beam", "2"]):
-        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *options)
+        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "--json", *options)
         assert_damage_error(result, "NaN or infinite logits")
-        assert (tmp_path / "out.jsonl").read_bytes() == b""
     result = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
     assert_damage_error(result, "NaN or infinite logits")
 
