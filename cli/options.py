@@ -23,7 +23,7 @@ option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
 Quiet = Annotated[bool, option("--quiet", "-q", help="Do not show progress", rich_help_panel=OUTPUT)]
-MODEL_HELP = "RUN[:best|latest|step-N], checkpoint, Transformers folder, .gguf, hf:NAME or ollama:NAME"
+MODEL_HELP = "RUN[:best|latest|step-N], checkpoint, Transformers folder, .gguf or hf:NAME"
 Model = Annotated[
     str | None, option("--model", "-m", metavar="MODEL", help=MODEL_HELP, show_default="best of the newest run")
 ]
