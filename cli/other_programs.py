@@ -80,6 +80,7 @@ _FOREIGN_OPTIONS = {
     "--regex": "grammar guided-regex guided-grammar",
     "--json-schema": "guided-json schema grammar",
     "--prompt-file": "file",
+    "--interactive": "conversation chat cnv",
     "--device": "n-gpu-layers gpu-layers ngl gpu cuda use-gpu no-cuda",
     "--dtype": "bf16 fp16 fp32 torch-dtype precision quantize quantization quant outtype type",
     "--devices": "memory flops time",
@@ -92,7 +93,6 @@ _FOREIGN_OPTIONS = {
     "text": "text texts data data-path dataset dataset-name train-data train-file input file",
 }
 _HINTS = {  # Hints for options without an equivalent here.
-    **dict.fromkeys(("i", "interactive", "conversation", "chat", "cnv"), "gpt chat talks with a model"),
     "do-sample": "sampling is the default; --greedy turns it off",
     "lora-dropout": "adapters are trained without dropout of their own",
     **dict.fromkeys(("load-in-4bit", "load-in-8bit"), "only sampling quantizes: --dtype int4 or int8"),

@@ -66,7 +66,7 @@ def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tm
 
 
 def test_a_conversation_continues_after_the_error(gpt: Gpt, damaged: Path) -> None:
-    result = gpt("chat", "-m", damaged, "--seed", "1", stdin=b"the\n/set beam 2\ncat\n/set max-tokens 0\nmat\n")
+    result = gpt("sample", "-i", "-m", damaged, "--seed", "1", stdin=b"the\n/set beam 2\ncat\n/set max-tokens 0\nmat\n")
     assert result.code == 0
     assert result.err.count("error: the model produced NaN or infinite logits") == 2
     assert result.out.endswith("mat\n")

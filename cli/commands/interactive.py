@@ -1,4 +1,4 @@
-"""The conversation of ``gpt chat``."""
+"""The interactive mode of ``gpt chat`` and ``gpt sample -i``."""
 
 import contextlib
 import dataclasses
@@ -54,10 +54,10 @@ class Interaction:
         chosen: SampleConfig,
         given: Collection[str],
         seed: int | None,
-        system: str,
-        variables: Mapping[str, Any],
+        system: str = "",
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.load, self.system, self.variables = load, system, variables
+        self.load, self.system, self.variables = load, system, variables or {}
         self._use(loaded, chosen, given, render.note)
         self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
         self.messages: list[dict[str, str]] = []  # The conversation without the system message.
@@ -245,8 +245,8 @@ def converse(
     device: str,
     dtype: str,
     threads: int | None,
-    system: str,
-    variables: Mapping[str, Any],
+    system: str = "",
+    variables: Mapping[str, Any] | None = None,
 ) -> None:
     """Loads a model and runs an `Interaction` with it. A conversation starts with the ``system`` message, and its
     template can read ``variables``."""
@@ -255,7 +255,9 @@ def converse(
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
     interaction = Interaction(load(model, base=base), load, settings, given, seed, system, variables)
     if (system or variables) and not interaction.is_chat:
-        raise UserError("the model has no chat template: --system and --no-think need one", "leave them out")
+        raise UserError(
+            "the model has no chat template: --system and --no-think need one", "gpt sample -i continues texts"
+        )
     interaction.run()
 
 

@@ -12,7 +12,7 @@ from gpt.system.errors import UserError
 from .. import inputs
 from ..options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
 from ..show import json_results, progress, render
-from .interactive import resolve_constraint
+from .interactive import UNUSED, converse, resolve_constraint
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
@@ -40,6 +40,9 @@ def sample(
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
     quiet: Quiet = False,
+    interactive: Annotated[
+        bool, option("--interactive", "-i", help="Chat, or enter prompt after prompt; /help lists commands")
+    ] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -51,6 +54,14 @@ def sample(
     gpt sample -N 3 --top-p 0.9 -m hf:Qwen/Qwen3-0.6B
     """
     settings = resolve_constraint(settings, given)
+    if interactive:
+        if any([prompt, prompt_file, prompts, json, quiet, num > 1]):
+            message = "--interactive cannot be combined with a prompt, --prompts, --json, --quiet or --num"
+            raise UserError(message, "leave one of them out")
+        for name in [*(name for name in UNUSED if name in given), *["no_echo"] * no_echo]:
+            render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
+        converse(settings, given, model, base, seed, device, dtype, threads)
+        return
     settings.check_num(num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
     texts = _read_prompts(prompt, prompt_file, prompts)

@@ -206,7 +206,7 @@ def test_environment_variables_work_for_every_command(
         (["sample", "\udcff"], "the prompt is not UTF-8"),
         (["train", "book.txt", "--encoding", "\udcff"], 'there is no encoding "'),
         (["sample", "-N", str(2**63)], "Invalid value for '--num' / '-N': Input should be less than or equal to"),
-        (["chat", "--seed", "-1"], "Invalid value for '--seed': Input should be greater than or equal to 0"),
+        (["sample", "-i", "--seed", "-1"], "Invalid value for '--seed': Input should be greater than or equal to 0"),
         (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" is not a Hugging Face Hub model'),
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
         (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),

@@ -50,10 +50,11 @@ def test_export_and_bench_take_no_text(gpt: Gpt, run: str) -> None:
 # gpt chat
 
 
-def test_chat_takes_the_newest_run_and_no_text(gpt: Gpt, run: str) -> None:
+def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
     options = ["-m", run, "-n", "6", "--seed", "3", "--temperature", "0.5"]
-    chat = gpt("chat", *options, stdin=b"the cat\n/retry\n")
-    assert (chat.code, chat.out.count("the cat")) == (0, 2)
+    chat, sample = (gpt(*words, *options, stdin=b"the cat\n/retry\n") for words in (["chat"], ["sample", "-i"]))
+    assert (chat.code, chat.out, chat.err) == (0, sample.out, sample.err)
+    assert chat.out.count("the cat") == 2
     assert gpt("chat", "-n", "6", "--seed", "3", "--temperature", "0.5", stdin=b"the cat\n/retry\n").out == chat.out
     result = gpt("chat", run)
     assert_error(result, f"unexpected extra argument(s) ({run})")

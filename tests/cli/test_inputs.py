@@ -52,7 +52,7 @@ def test_decode_limits_stdin_and_accepts_only_ascii_digits(gpt: Gpt, monkeypatch
 def test_closed_stdin_is_an_error(gpt: Gpt, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(io, "TextIOWrapper", lambda buffer: None)  # The fixture makes sys.stdin with this class.
     assert_error(gpt("sample", "--prompt-file", "-"), "there is no standard input to read")
-    assert_error(gpt("chat", "-m", run_folder, "--greedy"), "there is no standard input to read")
+    assert_error(gpt("sample", "-i", "-m", run_folder, "--greedy"), "there is no standard input to read")
 
 
 @pytest.mark.slow
@@ -77,7 +77,7 @@ def test_reading_from_a_terminal_prints_how_to_end_the_input(workdir: Path) -> N
 @pytest.mark.slow
 def test_interactive_session_survives_invalid_utf8(run_folder: Path, workdir: Path) -> None:
     env = {**os.environ, "PYTHONUTF8": "1"}
-    with spawn("chat", "-m", run_folder, "-n", "0", stdin=subprocess.PIPE, env=env) as process:
+    with spawn("sample", "-i", "-m", run_folder, "-n", "0", stdin=subprocess.PIPE, env=env) as process:
         assert process.stdin is not None
         process.stdin.buffer.write(b"the\n\xff\xfe\n/set temperature \xff\ncat\n")
         out, err = process.communicate(timeout=60)

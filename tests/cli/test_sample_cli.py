@@ -95,8 +95,8 @@ def test_byte_order_marks_are_not_part_of_prompts(gpt: Gpt, run_folder: Path, pr
     for name, stdin in ((prompts_with_bom, b""), ("-", prompts_with_bom.read_bytes())):
         (line,) = read_samples(gpt("sample", "--prompt-file", name, *args, stdin=stdin))
         assert (line["prompt"], line["text"]) == (PROMPTS[1], texts[1])
-    session = gpt("chat", *args[:-1], stdin=prompts_with_bom.read_bytes())
-    assert session.out == gpt("chat", *args[:-1], stdin=PROMPTS[1].encode()).out
+    session = gpt("sample", "-i", *args[:-1], stdin=prompts_with_bom.read_bytes())
+    assert session.out == gpt("sample", "-i", *args[:-1], stdin=PROMPTS[1].encode()).out
 
 
 def test_quiet_prints_only_the_text(gpt: Gpt, run_folder: Path) -> None:
@@ -309,8 +309,22 @@ def test_session_says_why_a_text_ended_and_what_a_setting_is(gpt: Gpt, run_folde
     assert not listed.keys() & {"batch", "logprobs", "echo-logprobs", "compile", "length-penalty"}
     complete = run_session(gpt, run_folder, "/set choices cat,dog", "the", "/more", "/retry")
     assert complete.err.split("\n")[:2] == ["choices cat, dog", "error: the text is complete"]
-    default = gpt("chat", "-m", run_folder, stdin=b"/set\nthe\n")  # The model has no chat template.
+    default = gpt("sample", "-i", "-m", run_folder, stdin=b"/set\nthe\n")  # The model has no chat template.
     assert "max-tokens 200\n" in default.out
+
+
+@pytest.mark.parametrize(
+    "words, name",
+    [
+        (["--no-echo"], "no-echo"), (["--batch", "2"], "batch"), (["--logprobs", "1"], "logprobs"),
+        (["--echo-logprobs"], "echo-logprobs"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_on_a_session_are_named(words: list[str], name: str, gpt: Gpt, run_folder: Path) -> None:
+    result = gpt("sample", "-i", "-m", run_folder, "-n", "2", *words, stdin=f"/set {name} 1\n".encode())
+    assert f"--{name} has no effect with --interactive" in result.err
+    no_setting = 'there is no setting "no-echo"' if name == "no-echo" else f"{name} has no effect in a conversation"
+    assert no_setting in result.err
 
 
 def test_set_reads_a_schema_as_the_option_does(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
@@ -326,6 +340,11 @@ def test_set_reads_a_schema_as_the_option_does(gpt: Gpt, run_folder: Path, tmp_p
         assert message in " ".join(result.err.split())
 
 
+def test_interactive_rejects_conflicting_options(gpt: Gpt, run_folder: Path) -> None:
+    for options in (["--json"], ["x"], ["-N", "2"]):
+        assert_error(gpt("sample", "-i", "-m", run_folder, *options), "--interactive cannot be combined")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
 def test_ctrl_c_ends_the_text_but_not_the_session(run_folder: Path, tmp_path: Path) -> None:
@@ -335,7 +354,7 @@ def test_ctrl_c_ends_the_text_but_not_the_session(run_folder: Path, tmp_path: Pa
     if pid == 0:
         os.environ["XDG_STATE_HOME"] = str(tmp_path)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Children of background jobs ignore SIGINT.
-        words = ["chat", "-m", str(run_folder), "-n", "10000000", "--ignore-eot"]
+        words = ["sample", "-i", "-m", str(run_folder), "-n", "10000000", "--ignore-eot"]
         os.execv(sys.executable, [sys.executable, "-c", "from gpt_cli.main import run; run()", *words])
     output = b""
 

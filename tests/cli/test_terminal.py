@@ -88,7 +88,7 @@ def test_samples_show_control_characters(gpt: Gpt, run_on_terminal: Run, run_fol
     piped = gpt(*args).out
     assert piped.startswith(CONTROL)
     assert any(ord(char) < 32 and char not in "\n\t" for char in piped.removeprefix(CONTROL))
-    code, session = run_on_terminal("chat", "-m", run_folder, "-n", "0", stdin=CONTROL.encode() + b"\n")
+    code, session = run_on_terminal("sample", "-i", "-m", run_folder, "-n", "0", stdin=CONTROL.encode() + b"\n")
     assert ESCAPED in session
 
 

@@ -65,7 +65,7 @@ def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
                 command([*words[1:], "--help"])
             assert stop.value.code == 0
             continue
-        stdin = b"What follows 1?\n" if "chat" in words else b""
+        stdin = b"What follows 1?\n" if {"-i", "chat"} & set(words) else b""
         if "<" in words:
             at = words.index("<")
             stdin = Path(words[at + 1]).read_bytes()

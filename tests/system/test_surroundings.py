@@ -79,7 +79,7 @@ def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
     for args in (
         ["train", "book.txt", *train_options, *tokenizer_options, "--nproc", "2", "-o", "two"],
         ["train", "chat.jsonl", *train_options, *tokenizer_options, "--chat", "-o", "chat"],
-        ["chat", "-m", "chat", "-n", "2"],
+        ["sample", "-i", "-m", "chat", "-n", "2"],
     ):
         result = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
         assert result.returncode == 0, (args, result.stderr)
