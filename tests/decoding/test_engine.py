@@ -22,7 +22,7 @@ from gpt.system.errors import NotANumber, UserError
 SETTINGS: list[dict[str, Any]] = [
     {}, {"greedy": True}, {"temperature": 1.5, "top_k": 5}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eot": True},
     {"repetition_penalty": 1.3, "no_repeat_ngram": 2}, {"min_tokens": 6}, {"logprobs": 3, "echo_logprobs": True},
-    {"greedy": True, "logprobs": 1}, {"temperature": 0.3}, {"max_tokens": 0}, {"max_tokens": 1},
+    {"temperature": 0.3}, {"max_tokens": 0}, {"max_tokens": 1},
     {"beam": 2}, {"beam": 3, "no_repeat_ngram": 2}, {"beam": 2, "logprobs": 2, "echo_logprobs": True},
 ]  # fmt: skip
 
