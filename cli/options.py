@@ -23,7 +23,7 @@ option = functools.partial(typer.Option, show_envvar=False)
 
 Json = Annotated[bool, option("--json", help="Print JSON to stdout, one object per line")]
 Quiet = Annotated[bool, option("--quiet", "-q", help="Do not show progress", rich_help_panel=OUTPUT)]
-MODEL_HELP = "RUN[:best|latest|step-N], checkpoint, Transformers folder, .gguf, hf:NAME or ollama:NAME"
+MODEL_HELP = "RUN[:best|latest|step-N], checkpoint, Transformers folder, .gguf or hf:NAME"
 Model = Annotated[
     str | None, option("--model", "-m", metavar="MODEL", help=MODEL_HELP, show_default="best of the newest run")
 ]
@@ -61,9 +61,6 @@ Threads = Annotated[
     ),
 ]  # fmt: skip
 OutPage = Annotated[Path | None, option("--out", "-o", help="Write a self-contained page to FILE.html")]
-Out = Annotated[
-    Path | None, option("--out", "-o", help="Write FILE.html (a self-contained page), .png, .svg, .pdf or .json")
-]
 
 
 def takes(config_class: type[Any], without: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -2,7 +2,7 @@
 
     python docs/pages.py TEXT [RUNS]
 
-TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, waves, bands), to skip their training. Needs
+TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, bands), to skip their training. Needs
 the dev extra and Chromium.
 """
 
@@ -22,30 +22,22 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
-BOOK, CHAT, WAVES, BANDS = "runs/book", "runs/chat", "runs/waves", "runs/bands"
+BOOK, CHAT, BANDS = "runs/book", "runs/chat", "runs/bands"
 TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# The tutorial's runs; one for a step, with sinusoidal positions; one with a window of four tokens in layers 1 and 3.
+# The tutorial's runs, and one with a window of four tokens in layers 1 and 3.
 TRAIN_COMMANDS: dict[str, list[str]] = {
     BOOK: ["book.txt"],
     CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
-    WAVES: ["book.txt", "--positions", "sinusoidal", "--steps", "1"],
     BANDS: ["book.txt", "--arch", "modern", "--window", "4", "--minutes", "1"],
-}
-# Commands that draw a picture with `-o FILE.png`.
-PICTURE_COMMANDS: dict[str, list[str]] = {
-    "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
-    "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
-    "learned": ["inspect", "positions", "-m", BOOK],
-    "waves": ["inspect", "positions", "-m", WAVES],
-    "head": ["inspect", "attention", "-m", BOOK, PROMPT, "--layer", LAYER_AND_HEAD[0], "--head", LAYER_AND_HEAD[1]],
-    "heads": ["inspect", "attention", "-m", BOOK, PROMPT],
-    "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
 }
 # Commands that write a page with `-o FILE.html`, for screenshots.
 PAGE_COMMANDS: dict[str, list[str]] = {
+    "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
+    "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
+    "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
     "attention": ["inspect", "attention", "-m", BOOK, PROMPT],
     "params": ["params", BOOK],
     "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
@@ -68,9 +60,6 @@ def train(text: str, runs: str | None) -> None:
 def draw(pictures: Path) -> None:
     """Draws all pictures from the runs in the current folder."""
     pictures.mkdir(exist_ok=True)
-    for name, words in PICTURE_COMMANDS.items():
-        main([*words, "-o", str(pictures / f"{name}.png")])
-        Image.open(pictures / f"{name}.png").save(pictures / f"{name}.png", optimize=True)  # drops its address
     for name, words in PAGE_COMMANDS.items():
         main([*words, "-o", f"{name}.html"])
     with sync_playwright() as driver:
@@ -172,6 +161,11 @@ def _clip_section(selector: str, height: float | None = None) -> Callable[[Page]
     return clip
 
 
+def _clip_box(selector: str) -> Callable[[Page], dict[str, float]]:
+    """Returns a function that clips an element."""
+    return lambda page: _find_box(page, selector)
+
+
 def _clip_next_token(**controls: float) -> Callable[[Page], dict[str, float]]:
     """Returns a function that sets controls and clips the section of the next token."""
 
@@ -193,7 +187,12 @@ def _find_box(page: Page, selector: str) -> dict[str, float]:
 
 
 SCREENSHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
+    "tokens": _clip_section("#strip"),
+    "neighbors": _clip_box(".cards"),
+    "bands": _clip_box(".heads"),
+    "heads": _clip_box(".heads"),
     "attention": _clip_attention,
+    "head": _clip_box("#map"),
     "strip": _clip_strip,
     "lens": _clip_section("#lens"),
     "next": _clip_next_token(),
@@ -206,8 +205,7 @@ SCREENSHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "loss": _clip_section("#curves", 500),
     "report": _clip_top(1000),
 }
-# Pages of the screenshots that do not show the attention page
-PAGE_OF = {"params": "params", "shares": "shares", "loss": "report", "report": "report"}
+PAGE_OF = {name: name for name in PAGE_COMMANDS} | {"loss": "report"}
 
 
 if __name__ == "__main__":

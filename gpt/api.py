@@ -4,8 +4,8 @@ import contextlib
 import functools
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Callable, Iterator, Sequence, Sized
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -43,7 +43,6 @@ if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.corpus.corpus import Listener
     from gpt.corpus.token_folder import TokenFolder
     from gpt.decoding.bench import DecodingSpeed
-    from gpt.exporting.card import Comparison
     from gpt.exporting.export import Exported
     from gpt.exporting.source import SourceModel
     from gpt.training.context import Listener as RunListener
@@ -101,19 +100,14 @@ class LanguageModel:
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
     def write_all(
-        self,
-        prompts: Sequence[str],
-        config: SampleConfig | None = None,
-        seed: int = 1337,
-        num: int = 1,
-        done: Collection[tuple[int, int]] = (),
+        self, prompts: Sequence[str], config: SampleConfig | None = None, seed: int = 1337, num: int = 1
     ) -> Iterator[Piece]:
         """Yields the text pieces of ``num`` samples or beams per prompt, one sample after another. Batching does not
-        change the samples. Skips the (prompt, index) pairs in ``done``. Raises `UserError` for unsupported settings."""
+        change the samples. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
         config.check_num(num)
         writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
-        return writer.write(prompts, range(num), done)
+        return writer.write(prompts, range(num))
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
         """Returns ``num`` continuations of ``prompt``, with ``beam`` the best. ``settings`` are fields of
@@ -346,7 +340,7 @@ def export(
 ) -> "Exported":
     """Exports a model to ``out``: a GGUF file if the name ends in .gguf, a web page if it ends in .html, otherwise a
     folder for publishing. ``model`` and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`:
-    ``dtype``, ``license``, ``samples``, ``title`` … ``eval`` names a text as in `train`; its loss is measured with the
+    ``dtype``, ``license``, ``title`` … ``eval`` names a text as in `train`; its loss is measured with the
     original and the exported weights. Calls ``listen`` with progress events. Raises `UserError`, `WorkError`, and
     `Interrupted` after a signal."""
     from gpt.exporting import export as exports
@@ -368,11 +362,13 @@ def export(
         return LanguageModel(decoder, source.tokenizer, compute, path, note)
 
     with exports.write_atomically(target):
-        comparison = None if eval is None else _compare(eval, source, stored_weights, build_model, listen)
-        prompt, num, sampling = exports.plan_samples(source, target, compute.memory())
-        samples = _generate_samples(build_model(stored_weights), prompt, num, sampling, listen) if num else []
+        models = (source.weights, stored_weights)
+        before, after = _measure_losses(eval, source, models, build_model, listen) if eval else (None, None)
+        opening = None
+        if (plan := exports.plan_opening(source, target, compute.memory())) is not None:
+            opening = [*build_model(stored_weights).write_all([plan[0]], plan[1])][-1].sample
         on_written = lambda done, total: listen(events.Progress("written", done, total, "parameters"))
-        tensors, size = exports.write(source, target, comparison, samples, on_written)
+        tensors, size = exports.write(source, target, opening, on_written)
     return exports.Exported(
         target.out,
         target.format,
@@ -381,51 +377,36 @@ def export(
         size,
         tensors,
         source.config.vocab_size,
-        comparison.before.loss if comparison else None,
-        comparison.after.loss if comparison else None,
+        before,
+        after,
         time.monotonic() - start_time,
         source.tokenizer.chat_template is not None,
     )
 
 
-def _generate_samples(
-    model: LanguageModel, prompt: str, num: int, config: SampleConfig, listen: "Listener"
-) -> list[Sample]:
-    samples: list[Sample] = []
-    for piece in model.write_all([prompt], config, num=num):
-        if piece.sample is not None:
-            samples.append(piece.sample)
-            listen(events.Progress("sampled", len(samples), num, "texts"))
-    return samples
-
-
-def _compare(
+def _measure_losses(
     text: str,
     source: "SourceModel",
-    stored_weights: checkpoint.Parameters,
+    models: Sequence[checkpoint.Parameters],
     build_model: Callable[[checkpoint.Parameters], LanguageModel],
     listen: "Listener",
-) -> "Comparison":
-    """Measures the loss on ``text`` with the original and the stored weights."""
-    from gpt.exporting.card import Comparison
-    from gpt.exporting.provenance import combine_files, last_part
-
-    evaluations: list[Evaluation] = []
+) -> list[float]:
+    """Measures the loss on ``text`` with the weights of each of ``models``."""
+    losses: list[float] = []
     done_tokens = 0
 
     def on_window(window: object, losses: Sized, total: int) -> None:
         nonlocal done_tokens
         done_tokens += len(losses)
-        listen(events.Progress("scored", done_tokens, 2 * total, "tokens"))
+        listen(events.Progress("scored", done_tokens, len(models) * total, "tokens"))
 
-    with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (tokens, documents):
-        for weights in (source.weights, stored_weights):
+    with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (_, documents):
+        for weights in models:
             model = build_model(weights)
-            evaluations.append(evaluate(model.model, source.tokenizer, documents, model.compute, None, on_window))
+            result = evaluate(model.model, source.tokenizer, documents, model.compute, None, on_window)
+            losses.append(result.loss)
             del model  # Keep only one model in memory.
-        name = "stdin" if text == "-" else last_part(text)
-        name += ", the held-out part" if tokens.path == Path(text) else ""
-        return Comparison(combine_files(name, list(map(asdict, tokens.sources()))), *evaluations)
+    return losses
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

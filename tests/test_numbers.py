@@ -59,9 +59,8 @@ def test_batches_and_logprobs_report_damaged_weights(gpt: Gpt, damaged: Path, tm
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "the"}\n{"prompt": "cat"}\n')
     for options in (["--greedy"], ["--beam", "2"]):
-        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "-o", tmp_path / "out.jsonl", *options)
+        result = gpt("sample", "-m", damaged, "--prompts", prompts, "-n", "4", "--json", *options)
         assert_damage_error(result, "NaN or infinite logits")
-        assert (tmp_path / "out.jsonl").read_bytes() == b""
     result = gpt("sample", "the cat sat", "-m", damaged, "-n", "0", "--greedy", "--json", "--echo-logprobs")
     assert_damage_error(result, "NaN or infinite logits")
 
@@ -91,11 +90,8 @@ def test_inspecting_non_finite_embeddings_is_an_error(gpt: Gpt, run_folder: Path
     model = copy.deepcopy(base_model.model)
     with torch.no_grad():
         model.wte.weight[5, 3] = math.nan
-        model.wpe.weight[1] = math.inf  # type: ignore[union-attr, index, operator]
     with pytest.raises(NotANumber, match=r"^1 of 12,800 values of the embedding"):
         inspect.Embeddings(model, base_model.tokenizer)
-    with pytest.raises(NotANumber, match=r"^32 of 1,024 values of the position table"):
-        inspect.positions(model)
 
 
 def test_training_continues_if_samples_fail(gpt: Gpt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

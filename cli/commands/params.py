@@ -38,7 +38,7 @@ def params(
     shape_names = {field.name for field in fields(PlanConfig) if field.metadata["panel"] == SHAPE}
     overrides = {name: value for name, value in given.items() if name in shape_names}
     cost_names = [name for name in given if name not in shape_names]
-    page.check_out(out, ".html")
+    page.check_out(out)
     list_all = list_presets or (not targets and not overrides)
     if cost_names and (list_all or out is not None):
         flag = f"--{cost_names[0]}".replace("_", "-")
@@ -53,17 +53,19 @@ def params(
     selected: Sequence[str | None] = list(PRESETS) if list_all else targets or [None]
     shapes = [_find_shape(target, {} if list_all else overrides) for target in selected]
     costs = [json_params.Cost.from_config(shape.config, settings) for shape in shapes] if cost_names else []
-    if json:
-        for shape, cost in zip_longest(shapes, costs):
-            render.json_line({**shape.data(), **(cost.data() if cost else {})})
-    if out is not None:
-        title = ", ".join(shape.name for shape in shapes)
-        data = {"shapes": [{**shape.data(), "note": shape.note} for shape in shapes], "names": render_params.NAMES}
-        page.write(out, page.html("params", f"parameters: {title}", data), json)
-    elif not json:
+
+    def describe() -> None:
         render_params.breakdown(shapes[0]) if len(shapes) == 1 else render_params.side_by_side(shapes)
         for shape, cost in zip(shapes, costs, strict=False):
             render_params.cost(cost, shape.name if len(shapes) > 1 else "")
+
+    pairs = zip_longest(shapes, costs)
+    page.show(
+        "params", f"parameters: {', '.join(shape.name for shape in shapes)}", out, json,
+        data=lambda: [{**shape.data(), **(cost.data() if cost else {})} for shape, cost in pairs],
+        page=lambda: {"shapes": [{**s.data(), "note": s.note} for s in shapes], "names": render_params.NAMES},
+        terminal=describe,
+    )  # fmt: skip
 
 
 def _find_shape(target: str | None, overrides: dict[str, Any]) -> json_params.Shape:

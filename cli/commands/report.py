@@ -7,7 +7,7 @@ import typer
 from gpt.system.errors import UserError
 
 from ..options import Json, OutPage, Quiet
-from ..show import page, progress, render
+from ..show import page, progress
 
 if TYPE_CHECKING:
     from gpt.insight.report import Report
@@ -31,17 +31,16 @@ def report(
     gpt report runs/book -o report.html
     gpt report runs/a runs/b
     """
-    page.check_out(out, ".html")
+    page.check_out(out)
     run_reports = _read_reports(runs, quiet)
     from ..show import json_report, render_report
 
-    if json:
-        render.json_line(*map(json_report.report_data, run_reports))
-    if out is not None:
-        title = ", ".join(run_report.name for run_report in run_reports)
-        page.write(out, page.html("report", f"report: {title}", json_report.report_page(run_reports)), json)
-    elif not json:
-        render_report.reports(run_reports)
+    page.show(
+        "report", f"report: {', '.join(run_report.name for run_report in run_reports)}", out, json,
+        data=lambda: map(json_report.report_data, run_reports),
+        page=lambda: json_report.report_page(run_reports),
+        terminal=lambda: render_report.reports(run_reports),
+    )  # fmt: skip
 
 
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":

@@ -1,7 +1,6 @@
 """``gpt sample``."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,7 +8,6 @@ import typer
 
 from gpt.config.sample import SampleConfig
 from gpt.system.errors import UserError
-from gpt.system.words import counted
 
 from .. import inputs
 from ..options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
@@ -18,7 +16,6 @@ from .interactive import UNUSED, converse, resolve_constraint
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
-    from gpt.decoding.prompt_files import Results
     from gpt.decoding.write import Piece
 
 
@@ -43,11 +40,6 @@ def sample(
     no_echo: Annotated[bool, option("--no-echo", help="Do not print the prompt", rich_help_panel=OUTPUT)] = False,
     json: Json = False,
     quiet: Quiet = False,
-    out: Annotated[
-        Path | None,
-        option("--out", "-o", help="Write JSON lines to FILE, and resume an incomplete one",
-               show_default="stdout", rich_help_panel=OUTPUT),
-    ] = None,
     interactive: Annotated[
         bool, option("--interactive", "-i", help="Chat, or enter prompt after prompt; /help lists commands")
     ] = False,
@@ -63,8 +55,8 @@ def sample(
     """
     settings = resolve_constraint(settings, given)
     if interactive:
-        if any([prompt, prompt_file, prompts, out, json, quiet, num > 1]):
-            message = "--interactive cannot be combined with a prompt, --prompts, --out, --json, --quiet or --num"
+        if any([prompt, prompt_file, prompts, json, quiet, num > 1]):
+            message = "--interactive cannot be combined with a prompt, --prompts, --json, --quiet or --num"
             raise UserError(message, "leave one of them out")
         for name in [*(name for name in UNUSED if name in given), *["no_echo"] * no_echo]:
             render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
@@ -73,18 +65,13 @@ def sample(
     settings.check_num(num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
     texts = _read_prompts(prompt, prompt_file, prompts)
-    if (settings.logprobs is not None or settings.echo_logprobs) and not json and out is None:
+    if (settings.logprobs is not None or settings.echo_logprobs) and not json:
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
     loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
     settings = loaded.sampling.apply(settings, given, note)
     _note_ineffective(settings, given, note)
-    if out is not None:
-        count = _write_file(loaded, texts, settings, seed, num, out, quiet)
-        if not json:
-            render.fact("saved", f"{out}  ({counted(count, 'sample')})")
-        return
     if seed is None:
         seed = render.draw_seed(announce=settings.draws and not json and not quiet, model=loaded.path)
     overflows: set[tuple[int, bool]] = set()
@@ -135,32 +122,3 @@ def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Call
         flags = [f"--{name.replace('_', '-')}" for name in names if name in given]
         if applies and flags:
             note(f"{', '.join(flags)} {'has' if len(flags) == 1 else 'have'} no effect {where}")
-
-
-def _write_file(
-    loaded: "LanguageModel", texts: list[str], config: SampleConfig, seed: int | None, num: int, out: Path, quiet: bool
-) -> int:
-    """Writes samples to ``out``, which can have some already. Returns their number."""
-    from gpt.decoding.prompt_files import Results
-
-    with closing(Results(out, texts)) as results, progress.Bar("wrote", "samples", quiet) as bar:
-        seed = _choose_seed(config, seed, results, quiet)
-        if results.done and not quiet:
-            render.note(f"{out} already has {counted(len(results.done), 'sample')}; adding the rest")
-        pieces = loaded.write_all(texts, config, seed, num, results.done)
-        for values in _collect_samples(loaded, pieces, texts, seed if config.draws else None):
-            results.add(values)
-            bar.reach(results.count, len(texts) * num)
-        return results.count
-
-
-def _choose_seed(settings: SampleConfig, seed: int | None, results: "Results", quiet: bool) -> int:
-    """Returns the requested seed, the seed of an existing file, or a random seed."""
-    if results.done and (results.seed is not None) != settings.draws:
-        message = f"{results.path} was written with different settings"
-        raise UserError(message, "use the same settings, or choose another file")
-    if results.seed is not None and seed not in (None, results.seed):
-        message = f"{results.path} has seed {results.seed}, not {seed}"
-        raise UserError(message, "leave out --seed, or choose another file")
-    seed = results.seed if seed is None else seed
-    return render.draw_seed(announce=settings.draws and not quiet) if seed is None else seed

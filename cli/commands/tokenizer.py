@@ -11,8 +11,8 @@ from gpt.system.errors import UserError
 from gpt.system.files import check_new
 
 from .. import inputs
-from ..options import Json, Model, Out, Quiet, TextFile, option, takes
-from ..show import json_results, page, plots, progress, render, render_data, terminal
+from ..options import Json, Model, OutPage, Quiet, TextFile, option, takes
+from ..show import json_results, page, progress, render, render_data, terminal
 
 if TYPE_CHECKING:
     from gpt.tokenizers.tokenizer import Tokenizer
@@ -82,7 +82,7 @@ def encode(
         bool, option("--special", help="Encode special tokens in the text as such, not as plain text")
     ] = False,
     show: Annotated[bool, option("--show", help="Show the text split into its tokens")] = False,
-    out: Out = None,
+    out: OutPage = None,
     json: Json = False,
 ) -> None:
     """Print the token ids of a text, or with --show its tokens.
@@ -104,9 +104,8 @@ def encode(
     data = json_results.encoded(words, ids, loaded, name)
     page.show(
         "tokens", f"tokens: {name}", out, json,
-        data=lambda: data,
+        data=lambda: [data],
         page=lambda: data,
-        picture=lambda: plots.tokens(data["pieces"]),
         terminal=lambda: render_inspect.tokens(data),
     )  # fmt: skip
 

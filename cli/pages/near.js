@@ -1,5 +1,5 @@
-// The tokens nearest to words or to a sum of words, with cosines.
-heading(data.title, data.model, ...data.notes);
+// The tokens nearest to words, with cosines.
+heading("Neighbors", data.model, "Cosine similarity of two rows of the embedding: 1 is the same direction, 0 is unrelated.");
 const cards = el("div", { class: "cards narrow" });
 document.getElementById("main").append(cards);
 for (const group of data.groups) {

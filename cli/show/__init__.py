@@ -1,1 +1,1 @@
-"""Results as JSON, text, pages and pictures. Knows no command."""
+"""Results as JSON, text and pages. Knows no command."""

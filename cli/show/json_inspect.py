@@ -115,64 +115,22 @@ def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
     }
 
 
-def _near(neighbors: list[inspect.Neighbor]) -> list[Tree]:
-    return [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in neighbors]
-
-
-def _word(word: inspect.Word, tokenizer: "Tokenizer") -> Tree:
-    return {"word": word.text, "tokens": word.ids, "pieces": [inspect.token_text(tokenizer, id) for id in word.ids]}
-
-
 def neighbors_data(words: list[inspect.Word], count: int, table: inspect.Embeddings, model: str) -> Tree:
     """Returns the object of ``gpt inspect neighbors --json``."""
-    entries = [_word(word, table.tokenizer) | {"neighbors": _near(table.neighbors(word, count))} for word in words]
+    entries = []
+    for word in words:
+        pieces = [inspect.token_text(table.tokenizer, id) for id in word.ids]
+        nearest = table.neighbors(word, count)
+        neighbors = [{"token": near.id, "text": near.text, "cosine": round(near.cosine, 6)} for near in nearest]
+        entries.append({"word": word.text, "tokens": word.ids, "pieces": pieces, "neighbors": neighbors})
     return {"model": model, "words": entries}
 
 
-def analogy_data(terms: list[tuple[int, inspect.Word]], count: int, table: inspect.Embeddings, model: str) -> Tree:
-    """Returns the object of ``gpt inspect analogy --json``."""
-    entries = [{"sign": sign, **_word(word, table.tokenizer)} for sign, word in terms]
-    return {"model": model, "terms": entries, "nearest": _near(table.analogy(terms, count))}
-
-
-def near_group(title: str, words: list[Tree], near: list[Tree]) -> Tree:
-    """Returns the nearest tokens for the page: with a title, and a note on how ``words`` were encoded."""
-    notes = [
-        f'"{word["word"]}", one token'
-        if len(word["pieces"]) == 1
-        else f'"{word["word"]}" is {len(word["pieces"])} tokens, represented by their mean: '
-        + " ".join(f'"{piece}"' for piece in word["pieces"])
-        for word in words
-    ]
-    return {"title": title, "note": "; ".join(notes), "near": near}
-
-
-MAX_TABLE_SIDE = 1024  # Maximum rows and columns of a table on a page.
-
-
-def positions_data(position_info: inspect.Positions, model: str) -> Tree:
-    """Returns the object of ``gpt inspect positions --json``."""
-    return {
-        "model": model,
-        "positions": position_info.kind,
-        "block_size": position_info.block_size,
-        "similarity": _round(position_info.similarity),
-        "table": None if position_info.table is None else position_info.table.astype(np.float64).tolist(),
-    }
-
-
-def positions_page(position_info: inspect.Positions, model: str) -> Tree:
-    """Returns the data of ``pages/positions.js``. Samples a large table evenly."""
-    table: Tree | None = None
-    if position_info.table is not None:
-        step = [-(-size // MAX_TABLE_SIDE) for size in position_info.table.shape]
-        sampled = position_info.table[:: step[0], :: step[1]]
-        table = {"shape": list(sampled.shape), "step": step, "values": pack_array(np.ascontiguousarray(sampled))}
-    return {
-        "model": model,
-        "kind": position_info.kind,
-        "block_size": position_info.block_size,
-        "n_embd": 0 if position_info.table is None else position_info.table.shape[1],
-        "similarity": _round(position_info.similarity[:4096], 5),
-        "table": table,
-    }
+def near_group(entry: Tree) -> Tree:
+    """Returns a word's nearest tokens for the page, with a note on how the word was encoded."""
+    word, pieces = entry["word"], entry["pieces"]
+    note = f'"{word}", one token'
+    if len(pieces) > 1:
+        quoted = " ".join(f'"{piece}"' for piece in pieces)
+        note = f'"{word}" is {len(pieces)} tokens, represented by their mean: {quoted}'
+    return {"title": word.strip(), "note": note, "near": entry["neighbors"]}

@@ -1,9 +1,9 @@
-"""Writes results to self-contained HTML pages, pictures or JSON files."""
+"""Shows results as self-contained HTML pages, JSON or text."""
 
 import base64
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -12,25 +12,20 @@ from typing import TYPE_CHECKING, Any
 from gpt.system.errors import UserError
 from gpt.system.files import disk_errors, write_file
 
-from . import plots, render
+from . import render
 
 if TYPE_CHECKING:
     import numpy.typing as npt
-    from matplotlib.figure import Figure
 
 Data = Mapping[str, Any]
-SUFFIXES = (".html", *plots.SUFFIXES, ".json")
 
 
-def check_out(out: Path | None, *suffixes: str) -> None:
-    """Raises `UserError` for an output file with an unknown suffix or in a folder that is not writable."""
+def check_out(out: Path | None) -> None:
+    """Raises `UserError` for an output file that is not .html or in a folder that is not writable."""
     if out is None:
         return
-    allowed = suffixes or SUFFIXES
-    if out.suffix.lower() not in allowed:
-        raise UserError(f'the suffix of "{out}" does not name a format', f"use one of {', '.join(allowed)}")
-    if out.suffix.lower() in plots.SUFFIXES:
-        plots.check()
+    if out.suffix.lower() != ".html":
+        raise UserError(f'"{out}" is not the name of a page', "give it the suffix .html; --json prints the numbers")
     if out.is_dir():
         raise UserError(f"{out} is a folder", "give the name of a file in it")
     folder = out.absolute().parent
@@ -46,34 +41,22 @@ def show(
     out: Path | None,
     as_json: bool,
     *,
-    data: Callable[[], Data],
-    terminal: Callable[[], None],
+    data: Callable[[], Iterable[Data]],
     page: Callable[[], Data],
-    picture: "Callable[[], Figure]",
+    terminal: Callable[[], None],
 ) -> None:
-    """Writes the page ``pages/NAME.js``, a picture or JSON to ``out``, depending on its suffix. With ``as_json``, also
-    prints JSON. Prints text if neither is given."""
+    """Writes the page ``pages/NAME.js`` to ``out`` and, with ``as_json``, prints JSON lines. Prints text if neither is
+    given."""
     if out is not None:
-        suffix = out.suffix.lower()
-        if suffix in plots.SUFFIXES:
-            content = plots.as_bytes(picture(), suffix)
-        elif suffix == ".html":
-            content = html(name, title, page())
-        else:
-            content = (json.dumps(data(), ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
-        write(out, content, as_json)
+        content = html(name, title, page())
+        with disk_errors(out):
+            write_file(out, content)
+        if not as_json:
+            render.fact("saved", f"{out}  ({len(content):,} bytes)")
     if as_json:
-        render.json_line(data())
+        render.json_line(*data())
     elif out is None:
         terminal()
-
-
-def write(out: Path, content: bytes, quiet: bool) -> None:
-    """Writes a file atomically, and prints its path unless ``quiet``."""
-    with disk_errors(out):
-        write_file(out, content)
-    if not quiet:
-        render.fact("saved", f"{out}  ({len(content):,} bytes)")
 
 
 def html(name: str, title: str, data: Data) -> bytes:

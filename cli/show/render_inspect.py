@@ -15,7 +15,7 @@ from gpt.system.words import counted, percent
 from . import render, terminal
 
 if TYPE_CHECKING:
-    from gpt.insight.inspect import Inspection, Positions
+    from gpt.insight.inspect import Inspection
     from gpt.tokenizers.tokenizer import Tokenizer
 
 LETTERS = {"previous": "p", "first": "f", "itself": "i", "same": "s", "matching": "m"}
@@ -127,24 +127,6 @@ def near(groups: Sequence[Mapping[str, Any]]) -> None:
             text, cosine = Text(show_spaces(neighbor["text"])), neighbor["cosine"]
             table.add_row(text, f"{cosine:.4f}", render.bar(cosine, 30))
         console.print(table)
-
-
-def positions(position_info: "Positions") -> None:
-    """Prints the kind of position encoding, and similarity by distance."""
-    console = terminal.stdout()
-    size = len(position_info.similarity)
-    if position_info.table is None:
-        console.print("rotary: no table; queries and keys are rotated by an angle that grows with the position")
-    else:
-        width = position_info.table.shape[1]
-        console.print(Text(f"{position_info.kind}: {size:,} positions, {width:,} dimensions each", "bold"))
-        console.print(Text("-o FILE.html or FILE.png shows the table", "dim"))
-    console.print(Text("\nsimilarity of two positions, by distance", "bold"))
-    table = render.table(">")
-    for distance in sorted({0, *(2**n for n in range(30) if 2**n < size), size - 1}):
-        value = float(position_info.similarity[distance])
-        table.add_row(f"{distance:,}", f"{value:.3f}", render.bar(value, 30))
-    console.print(table)
 
 
 def tokens(data: Mapping[str, Any]) -> None:

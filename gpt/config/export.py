@@ -26,10 +26,6 @@ class ExportConfig:
         None, "License in the model card, file or page, such as mit, apache-2.0 or other", panel="Card",
         shown="unknown", metavar="ID",
     )  # fmt: skip
-    samples: int = option(
-        0, "Samples in the model card; they may quote the training text", panel="Card", low=0, high=100
-    )
-
     title: str | None = option(
         None, "Title of the page", panel="Page", shown="name of the file", metavar="TEXT", level="basic"
     )

@@ -2,7 +2,7 @@
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from gpt.config.sample import SampleConfig
@@ -79,22 +79,14 @@ class TextGenerator:
             raise UserError(f'bias: "{word}" is {len(ids)} tokens: {parts}', "give one token; a leading space counts")
         return int(ids[0])
 
-    def write(
-        self, prompts: Sequence[str | list[int]], indices: Sequence[int] = (0,), done: Collection[tuple[int, int]] = ()
-    ) -> Iterator[Piece]:
+    def write(self, prompts: Sequence[str | list[int]], indices: Sequence[int] = (0,)) -> Iterator[Piece]:
         """Yields the texts of the samples ``indices``, or of the beams, of each prompt. The pieces of a text come
-        before those of later texts, which are already being computed. Skips the (prompt, index) pairs in ``done``."""
+        before those of later texts, which are already being computed."""
         ids = [self.tokenizer.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
-        wanted: Iterator[tuple[int, int]]
-        if self.config.beam:  # One search yields all beams of a prompt.
-            remaining = [number for number in range(len(ids)) if not all((number, index) in done for index in indices)]
-            wanted, count = ((number, 0) for number in remaining), len(remaining)
-        else:
-            pairs = ((number, index) for number in range(len(ids)) for index in indices)
-            wanted = (pair for pair in pairs if pair not in done)
-            count = len(ids) * len(indices) - sum(number < len(ids) and index in indices for number, index in done)
-        for piece in self._write(ids, wanted, count):
-            if piece.index in indices and (piece.prompt, piece.index) not in done:
+        requested = indices if not self.config.beam else (0,)  # One search yields all beams of a prompt.
+        wanted = ((number, index) for number in range(len(ids)) for index in requested)
+        for piece in self._write(ids, wanted, len(ids) * len(requested)):
+            if piece.index in indices:
                 yield piece
 
     def _write(self, prompts: list[list[int]], wanted: Iterator[tuple[int, int]], count: int) -> Iterator[Piece]:

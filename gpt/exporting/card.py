@@ -3,11 +3,9 @@
 import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
-from gpt.exporting.provenance import HUB_NAME, Provenance, Text
+from gpt.exporting.provenance import HUB_NAME, Provenance
 from gpt.exporting.source import SourceModel
-from gpt.insight.evaluate import Evaluation
 from gpt.model.params import breakdown
 from gpt.runs import hf
 from gpt.system.words import counted
@@ -16,53 +14,33 @@ Quote = Callable[[str], str]  # Formats a name.
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """The loss on a text before and after rounding the weights."""
-
-    text: Text
-    before: Evaluation
-    after: Evaluation
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Facts that a checkpoint doesn't contain."""
-
-    name: str
-    dtype: str
-    license: str | None = None
-    comparison: Comparison | None = None
-    samples: Sequence[str] = ()
-
-
-def card(source: SourceModel, facts: Facts) -> str:
+def card(source: SourceModel, name: str, dtype: str, license: str | None = None) -> str:
     """Returns the card's text: YAML for the Hub, then Markdown."""
+    command = "chat" if source.tokenizer.chat_template is not None else 'sample "Once upon"'
     parts = [
-        _front_matter(source, facts),
-        f"# {facts.name if HUB_NAME.fullmatch(facts.name) else _code(facts.name)}",
-        _introduction(source, facts),
+        _front_matter(source, license),
+        f"# {name if HUB_NAME.fullmatch(name) else _code(name)}",
+        _introduction(source, license),
         "## Model",
-        *_model(source, facts),
+        _model(source, dtype),
         "## Training",
         *_training(source),
-        *_losses(source, facts),
+        *_held_out_loss(source, dtype),
         "## Use",
-        *_usage(source, facts),
-        *_samples(facts),
+        f"```console\ngpt {command} -m {shlex.quote(_escape(name))}\n```",
         "## Limits",
         _LIMITS.format(context=source.config.block_size),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _front_matter(source: SourceModel, facts: Facts) -> str:
+def _front_matter(source: SourceModel, license: str | None) -> str:
     provenance = source.provenance
     # Values have a known form or are quoted as JSON, which is valid YAML.
     bases = [base.name for base in provenance.ancestors if base.on_hub and HUB_NAME.fullmatch(base.name)]
     datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
     lines = [
-        f"license: {facts.license or 'unknown'}",
+        f"license: {license or 'unknown'}",
         f"library_name: {'transformers' if _loads_in_transformers(source) else 'gpt'}",
         "pipeline_tag: text-generation",
         *([f"base_model: {json.dumps(bases[0])}"] if bases else []),
@@ -78,11 +56,11 @@ def _loads_in_transformers(source: SourceModel) -> bool:
     return source.config.layout != hf.OWN_TYPE
 
 
-def _introduction(source: SourceModel, facts: Facts) -> str:
+def _introduction(source: SourceModel, license: str | None) -> str:
     sentences = [
         "A decoder that generates text token by token, made with the command-line program `gpt`.",
         *_origin(source.provenance, _code),
-        *([] if facts.license else ["Its authors have not stated a license."]),
+        *([] if license else ["Its authors have not stated a license."]),
         *_base_licenses(source.provenance, _code),
     ]
     return " ".join(sentences)
@@ -102,7 +80,7 @@ def _base_licenses(provenance: Provenance, quote: Quote) -> list[str]:
     ]
 
 
-def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
+def _model(source: SourceModel, dtype: str) -> str:
     config = source.config
     kind = config.layout if _loads_in_transformers(source) else "gpt, which Transformers does not have"
     rows = {
@@ -111,13 +89,13 @@ def _model(source: SourceModel, facts: Facts) -> Iterator[str]:
         "context": counted(config.block_size, "token"),
         "vocabulary": counted(config.vocab_size, "id"),
         "parameters": f"{breakdown(config).trainable:,}",
-        "weights": facts.dtype,
+        "weights": dtype,
     }
     if any(config.windows):
         rows["windows"] = f"{config.window:,} tokens in {sum(map(bool, config.windows))} of the layers"
-    if source.provenance.bits < BITS[facts.dtype]:
+    if source.provenance.bits < BITS[dtype]:
         rows["quantized before"] = f"to {source.provenance.bits} bits: a wider dtype does not restore what was lost"
-    yield _table(("", ""), *rows.items())
+    return _table(("", ""), *rows.items())
 
 
 def _training(source: SourceModel) -> Iterator[str]:
@@ -131,12 +109,6 @@ def _training(source: SourceModel) -> Iterator[str]:
         for text in provenance.texts
     ]
     yield _table(("text", "files", "bytes", "sha256"), *rows)
-    if provenance.settings:
-        settings = [
-            (_code(name), f"{value:g}" if isinstance(value, float) else _code(str(value)))
-            for name, value in provenance.settings.items()
-        ]
-        yield _table(("setting", "value"), *settings)
 
 
 _UNKNOWN_TRAINING = "How it was trained, and on which data, is not recorded."
@@ -148,19 +120,6 @@ def _amount(source: SourceModel) -> str:
     tokens_seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
     steps = f"{counted(saved['step'], 'step')}{tokens_seen}, " if "step" in saved else ""
     return f"Trained for {steps}on {f'{tokens:,} tokens of text' if tokens else 'text'}"
-
-
-def _losses(source: SourceModel, facts: Facts) -> Iterator[str]:
-    comparison, held_out = facts.comparison, _held_out_loss(source, facts.dtype)
-    if held_out or comparison is not None:
-        yield "## Losses"
-    yield from held_out
-    if comparison is not None:
-        checksum = f" (sha256 {_code(comparison.text.sha256)})" if comparison.text.sha256 else ""
-        yield f"On {comparison.before.tokens:,} tokens of {_code(comparison.text.name)}{checksum}:"
-        results = (("before", comparison.before), (f"as published, in {facts.dtype}", comparison.after))
-        rows = ((label, f"{result.loss:.4f}", f"{result.bits_per_byte:.4f}") for label, result in results)
-        yield _table(("", "nats per token", "bits per byte"), *rows)
 
 
 def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
@@ -187,41 +146,6 @@ def summary(source: SourceModel, dtype: str, license: str | None) -> list[str]:
         *([f"License: {license}."] if license else []),
         *_base_licenses(provenance, _escape),
     ]
-
-
-def _usage(source: SourceModel, facts: Facts) -> Iterator[str]:
-    name, is_chat_model = _escape(facts.name), source.tokenizer.chat_template is not None
-    command = "chat" if is_chat_model else 'sample "Once upon"'
-    yield f"```console\ngpt {command} -m {shlex.quote(name)}\n```"
-    if _loads_in_transformers(source):
-        inputs = 'tokenizer("Once upon", return_tensors="pt")'
-        if is_chat_model:
-            inputs = (
-                'tokenizer.apply_chat_template([{"role": "user", "content": "Hello!"}], add_generation_prompt=True,\n'
-                '    return_dict=True, return_tensors="pt")'
-            )
-        yield _PYTHON.format(name=json.dumps(name), asked=inputs)
-
-
-_PYTHON = """\
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained({name})
-tokenizer = AutoTokenizer.from_pretrained({name})
-inputs = {asked}
-print(tokenizer.decode(model.generate(inputs.input_ids, max_new_tokens=40, do_sample=True)[0]))
-```"""
-
-
-def _samples(facts: Facts) -> Iterator[str]:
-    if facts.samples:
-        yield "## Samples"
-        yield "Sampled without a prompt, with the default settings of `gpt sample`, and not cherry-picked:"
-    for index, sample in enumerate(facts.samples, 1):
-        yield f"Sample {index}:"
-        lines = sample.expandtabs(4).split("\n")
-        yield "\n".join(f"    {_escape(line)}" for line in lines)  # An indented code block needs no Markdown escaping.
 
 
 _LIMITS = """\

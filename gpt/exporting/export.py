@@ -1,7 +1,7 @@
 """The ``gpt export`` command: writes a GGUF file, a web page or a folder for publishing, atomically."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from gpt.config.sample import SampleConfig
 from gpt.decoding.write import Sample
 from gpt.exporting import gguf, gguf_tokenizer, html
 from gpt.exporting import transformers_folder as folder
-from gpt.exporting.card import BITS, Comparison, Facts, card
+from gpt.exporting.card import BITS, card
 from gpt.exporting.provenance import KEY
 from gpt.exporting.source import SourceModel
 from gpt.insight.report import find_training_tokens
@@ -80,8 +80,6 @@ def find_target(out: str, config: ExportConfig) -> Target:
     if config.dtype is not None and config.dtype not in types:
         way = "use -o NAME.gguf" if config.dtype in _TYPES["gguf"] else f"use {', '.join(types)}"
         raise UserError(f"{_NAMES[format]} cannot have the dtype {config.dtype}", way)
-    if format != "folder" and config.samples:
-        raise UserError(f"--samples go into the model card, and {_NAMES[format]} has none", "leave them out")
     given = [name for name in PAGE_OPTIONS if getattr(config, name) is not None and getattr(config, name) is not False]
     if format != "html" and given:
         flag = f"--{given[0].replace('_', '-')}"
@@ -150,23 +148,20 @@ def write_atomically(target: Target) -> Iterator[None]:
             raise
 
 
-def plan_samples(source: SourceModel, target: Target, memory: int) -> tuple[str, int, SampleConfig]:
-    """Returns the prompt, number and settings of the target's samples: those of a card, or the text that a page opens
-    with. A page has none if the model takes more than half of ``memory`` in bytes."""
-    if target.format != "html":
-        return "", target.config.samples, source.sampling.apply(SampleConfig(), ())
-    opening = html.choose_opening(source, target.config)
-    num = int(opening is not None and 8 * breakdown(source.config).trainable <= memory)
-    room = source.config.block_size - len(source.tokenizer.prompt(opening or ""))
+def plan_opening(source: SourceModel, target: Target, memory: int) -> tuple[str, SampleConfig] | None:
+    """Returns the prompt and settings of the text that a page opens with. It has none if the model takes more than half
+    of ``memory`` in bytes."""
+    opening = html.choose_opening(source, target.config) if target.format == "html" else None
+    if opening is None or 8 * breakdown(source.config).trainable > memory:
+        return None
+    room = source.config.block_size - len(source.tokenizer.prompt(opening))
     config = SampleConfig(max_tokens=max(1, min(_WRITTEN_TOKENS, room)), logprobs=_ALTERNATIVES)
-    return opening or "", num, source.sampling.apply(config, ("max_tokens",))
+    return opening, source.sampling.apply(config, ("max_tokens",))
 
 
-def write(
-    source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[Sample], on_written: OnWritten
-) -> tuple[int, int]:
-    """Writes the target and returns the numbers of tensors and bytes. Raises OSError, and `UserError` for values that
-    the type cannot represent."""
+def write(source: SourceModel, target: Target, opening: Sample | None, on_written: OnWritten) -> tuple[int, int]:
+    """Writes the target, a page with the text ``opening``, and returns the numbers of tensors and bytes. Raises
+    OSError, and `UserError` for values that the type cannot represent."""
     unread = {name: p.numel for name, p in named_parameters(source.config).items()}
     total = sum(unread.values())
 
@@ -179,23 +174,13 @@ def write(
     if target.format == "gguf":
         count = gguf.write(target.out, counted_source, target.type, target.out.stem, target.config.license)
     elif target.format == "html":
-        texts = html.describe(source, target.type, target.config, target.out.stem, next(iter(samples), None))
+        texts = html.describe(source, target.type, target.config, target.out.stem, opening)
         tokens = find_training_tokens(source.path, source.tokenizer) if target.config.with_text else None
         count = html.write(target.out, counted_source, target.type, texts, tokens)
     else:
-        count = _write_folder(counted_source, target, comparison, [sample.text for sample in samples])
+        provenance = replace(source.provenance, bits=min(BITS[target.type], source.provenance.bits))
+        meta = {**source.saved, KEY: asdict(provenance), "export": {"dtype": target.type}}
+        text = card(source, target.out.name, target.type, target.config.license)
+        count = folder.write(target.out, counted_source, target.type, meta, text)
     files = [target.out] if target.out.is_file() else target.out.iterdir()
     return count, sum(file.stat().st_size for file in files)
-
-
-def _write_folder(source: SourceModel, target: Target, comparison: Comparison | None, samples: Sequence[str]) -> int:
-    provenance = replace(source.provenance, bits=min(BITS[target.type], source.provenance.bits))
-    losses = comparison and {
-        "text": asdict(comparison.text),
-        "tokens": comparison.before.tokens,
-        "loss_before": comparison.before.loss,
-        "loss_after": comparison.after.loss,
-    }
-    meta = {**source.saved, KEY: asdict(provenance), "export": {"dtype": target.type, **(losses or {})}}
-    facts = Facts(target.out.name, target.type, target.config.license, comparison, samples)
-    return folder.write(target.out, source, target.type, meta, card(source, facts))

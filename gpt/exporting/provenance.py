@@ -1,4 +1,4 @@
-"""A model's provenance for the card: training texts, settings and ancestor models.
+"""A model's provenance for the card: training texts, losses and ancestor models.
 
 gpt reads the provenance from ``run.json`` and writes it into exported ``gpt.json`` files for later exports. Only the
 last part of a path or address is stored, so the card reveals no folder, user or host.
@@ -14,7 +14,7 @@ from typing import Any
 from gpt.config.settings import MAX_FLOAT32, Count, checked
 from gpt.documents import catalogue
 from gpt.runs import folder, gguf_model, hub
-from gpt.runs.record import RunRecord, Table
+from gpt.runs.record import RunRecord
 from gpt.system.errors import UserError
 from gpt.system.files import read_json, read_regular
 from gpt.system.gguf_header import header, is_gguf
@@ -31,8 +31,6 @@ HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 _CHECKPOINT_SUFFIX = re.compile(r":(best|latest|step-\d+)$")
 _FRONT_MATTER = re.compile(r"---\n(.*?)\n---", re.DOTALL)
 _YAML_ENTRY = re.compile(r"""^(\w+):[ \t]*(["']?)([\w./+-]+)\2[ \t]*(?:#.*)?$""", re.ASCII | re.MULTILINE)
-_SETTINGS = ("preset", "optimizer", "lr", "schedule", "warmup", "decay", "weight_decay", "clip", "batch_tokens", "seed")
-_LORA_SETTINGS = ("lora_rank", "lora_alpha", "lora_targets")
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,6 @@ class Provenance:
 
     texts: list[Text] | None = None  # None if unknown.
     tokens: Count | None = None  # Training tokens.
-    settings: Table = field(default_factory=dict)
     val_loss: float | None = None  # Nats per token over the whole held-out text.
     bits_per_byte: float | None = None
     ancestors: list[Ancestor] = field(default_factory=list)  # Nearest first.
@@ -102,19 +99,11 @@ def _is_exported(path: Path) -> bool:
 
 
 def _from_run(record: RunRecord, path: Path, depth: int) -> Provenance:
-    resolved, result = record.resolved or {}, record.result or {}
-    settings = {key: resolved.get(key) for key in (*_SETTINGS, *(_LORA_SETTINGS if resolved.get("lora_rank") else ()))}
-    settings |= {"dtype": record.compute.dtype} if record.compute else {}
-    settings |= {kind: True for kind in ("pairs", "chat") if record.settings and record.settings.get(kind)}
-    if record.teachers:
-        settings["teachers"] = ", ".join(last_part(teacher.model) for teacher in record.teachers)
-    if record.init is not None:
-        settings.pop("preset")  # A fine-tuned run only records the preset closest in size.
+    result = record.result or {}
     is_best = result.get("checkpoint") == path.name
     return Provenance(
         None if record.sources is None else group_texts(record.sources, record.texts or []),
         record.tokens.train if record.tokens else None,
-        {key: value for key, value in settings.items() if not isinstance(value, dict | None)},
         _to_float(result.get("val_loss")) if is_best else None,
         _to_float(result.get("bits_per_byte")) if is_best else None,
         _find_ancestors(record.init.model, Path(record.init.path), depth) if record.init else [],
@@ -173,17 +162,17 @@ def group_texts(sources: Sequence[Mapping[str, Any]], texts: Sequence[str] = ())
         group = group if group in groups else name
         is_listed = group in groups or len(groups) < _MAX_TEXTS
         groups.setdefault(group if is_listed else "more files", []).append(source)
-    return [combine_files(last_part(name), files, homepages) for name, files in groups.items() if files]
+    return [_combine_files(last_part(name), files, homepages) for name, files in groups.items() if files]
 
 
-def combine_files(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[str, str] | None = None) -> Text:
+def _combine_files(name: str, sources: Sequence[Mapping[str, Any]], published: Mapping[str, str]) -> Text:
     """Combines files into one text. ``published`` maps file names to homepages."""
     sizes = [source.get("bytes") for source in sources]
     known_sizes = [size for size in sizes if type(size) is int and size >= 0]
     checksums = [str(source.get("sha256")) for source in sources]
     is_single = len(checksums) == 1 and re.fullmatch("[0-9a-f]{64}", checksums[0])
     names = [str(source.get("name")) for source in sources]
-    datasets = {match and match[1] for match in (_HUB_DATASET.match((published or {}).get(n, n)) for n in names)}
+    datasets = {match and match[1] for match in (_HUB_DATASET.match(published.get(n, n)) for n in names)}
     return Text(
         name,
         len(sources),

@@ -1,6 +1,5 @@
-"""Inspects a decoder: attention patterns, logit lens, head scores, embedding neighbors, positions."""
+"""Inspects a decoder: attention patterns, logit lens, head scores, embedding neighbors."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from gpt.corpus.vocabulary import to_printable
 from gpt.model.decoder import GPT, Attention, Block
-from gpt.model.positions import rotary_table
 from gpt.system.errors import NotANumber, UserError, check_text
 from gpt.system.peaks import host_memory
 from gpt.tokenizers.tokenizer import Tokenizer
@@ -34,7 +32,6 @@ KINDS = {
 MIN_LIFT = 0.25  # Minimum lift of a head's dominant kind.
 PROBE_TOKENS = 50  # Number of random ids that the probe repeats.
 LAYER_COPIES = 4  # Copies of a layer's patterns that are in memory next to all patterns.
-MAX_ROTATIONS = 2**17  # Maximum RoPE positions to compare.
 
 
 @dataclass(frozen=True)
@@ -279,7 +276,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Neighbor:
-    """A token and its cosine similarity to a vector."""
+    """A token and its cosine similarity to a word."""
 
     id: int
     text: str
@@ -310,76 +307,18 @@ class Embeddings:
 
     def vector(self, word: Word) -> Floats:
         """Returns the word's direction (C) at unit length."""
-        return _unit(self.rows[word.ids].mean(axis=0))
+        mean: Floats = self.rows[word.ids].mean(axis=0)
+        return mean / max(float(np.linalg.norm(mean)), 1e-30)
 
-    def nearest(self, vector: Floats, count: int, without: Sequence[int] = ()) -> list[Neighbor]:
-        """Returns the ``count`` tokens with the highest cosine similarity to a vector (C), except the ids in
-        ``without``."""
-        cosines = np.where(self.usable, self.rows @ _unit(vector), -np.inf)
-        cosines[list(without)] = -np.inf
+    def neighbors(self, word: Word, count: int) -> list[Neighbor]:
+        """Returns the ``count`` tokens with the highest cosine similarity to a word, except the word's own."""
+        cosines = np.where(self.usable, self.rows @ self.vector(word), -np.inf)
+        cosines[word.ids] = -np.inf
         order = np.argsort(-cosines, kind="stable")[:count]
         nearest_ids = [int(id) for id in order if np.isfinite(cosines[id])]
         return [Neighbor(id, token_text(self.tokenizer, id), float(cosines[id])) for id in nearest_ids]
-
-    def neighbors(self, word: Word, count: int) -> list[Neighbor]:
-        """Returns the tokens nearest to a word, except the word's own."""
-        return self.nearest(self.vector(word), count, word.ids)
-
-    def analogy(self, terms: Sequence[tuple[int, Word]], count: int) -> list[Neighbor]:
-        """Returns the tokens nearest to a signed sum of words (3CosAdd, Mikolov et al. 2013), except the words' own."""
-        total: Floats = np.sum([sign * self.vector(word) for sign, word in terms], axis=0)
-        return self.nearest(total, count, [id for _, word in terms for id in word.ids])
-
-
-def _unit(vector: Floats) -> Floats:
-    return vector / max(float(np.linalg.norm(vector)), 1e-30)
-
-
-def parse_analogy(words: Sequence[str]) -> list[tuple[int, str]]:
-    """Parses ``king - man + woman`` into signs and words. Raises `UserError` if a sign or a word is missing."""
-    hint = "write it like: king - man + woman"
-    parts = re.split(r"(?<!\S)([+-])(?!\S)", " ".join(words).strip())
-    parts = parts if parts[0].strip() else parts[1:]
-    parts = parts if parts and parts[0] in "+-" else ["+", *parts]
-    terms = [(1 if sign == "+" else -1, word.strip()) for sign, word in zip(parts[::2], parts[1::2], strict=False)]
-    if len(parts) % 2 or any(not word for _, word in terms):
-        raise UserError("a sign in the sum has no word after it", hint)
-    if any(" " in word for _, word in terms):
-        raise UserError(f'there is no sign in "{next(word for _, word in terms if " " in word)}"', hint)
-    if len(terms) < 2:
-        raise UserError("a sum needs at least two words", hint)
-    return terms
 
 
 def token_text(tokenizer: Tokenizer, id: int) -> str:
     """Returns a token for display, with non-text and invisible characters escaped."""
     return to_printable(tokenizer.decode_bytes([id]))
-
-
-@dataclass(frozen=True)
-class Positions:
-    """A decoder's position encoding. ``similarity[d]`` is the mean cosine similarity of table rows d positions apart.
-    For RoPE, it is the attention score between equal vectors d positions apart, with equal weight on all
-    frequencies."""
-
-    kind: str  # learned, sinusoidal or rotary
-    block_size: int
-    table: Floats | None  # (block_size, C), or None for RoPE
-    similarity: Floats  # (block_size), or up to `MAX_ROTATIONS` for RoPE
-
-
-@torch.inference_mode()
-def positions(model: GPT) -> Positions:
-    """Compares positions by the rows of the position table, or by their RoPE rotations."""
-    table = model.position_table()
-    if table is None:
-        cosines, _ = rotary_table(min(model.config.block_size, MAX_ROTATIONS), model.config)
-        return Positions(model.config.positions, model.config.block_size, None, cosines.mean(dim=-1).numpy())
-    rows = _check_finite("values of the position table", table.detach().float()).cpu()
-    unit = rows / rows.norm(dim=1, keepdim=True).clamp_min(1e-30)
-    size = len(unit)
-    # The power spectrum's inverse transform is the autocorrelation: the sum over all pairs d positions apart.
-    spectrum = torch.fft.rfft(unit.double(), n=2 * size, dim=0).abs().square().sum(dim=1)
-    sums = torch.fft.irfft(spectrum, n=2 * size)[:size]
-    similarity = sums / torch.arange(size, 0, -1)
-    return Positions(model.config.positions, size, rows.numpy(), similarity.float().numpy())

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt.config.settings import MAX_FLOAT32
-from gpt.runs import hub, ollama
+from gpt.runs import hub
 from gpt.runs.record import RECORD as RECORD
 from gpt.runs.record import RunRecord
 from gpt.system.errors import UserError, WorkError, check_text
@@ -352,13 +352,10 @@ def newest_run(runs: Path = Path(RUNS)) -> Path:
 
 def find_checkpoint(model: str | None, note: Callable[[str], None] = lambda text: None) -> Path:
     """Returns the checkpoint that ``--model`` names: a run (its best), ``RUN:best|latest|step-N``, a checkpoint, a
-    Transformers folder, a GGUF file, ``ollama:NAME``, or ``hf:NAME``, which is downloaded. None means the best of the
-    newest run. If ``latest`` is damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is
-    none."""
+    Transformers folder, a GGUF file, or ``hf:NAME``, which is downloaded. None means the best of the newest run. If
+    ``latest`` is damaged, calls ``note`` and uses the previous one. Raises `UserError` if there is none."""
     if model and hub.is_remote(model):
         return hub.fetch(model)
-    if model and ollama.is_ollama(model):
-        return ollama.find(model, note)
     match = _PART.fullmatch(model) if model else None
     with reading(Path(model or RUNS)):
         names_part = match and not Path(match[0]).exists()

@@ -38,7 +38,7 @@ LIGHT = (
     "--help", "train --help", "sample -h", "params gpt3-175b", "params --list", "data --help", "data list --help",
     "data list", "data show openwebtext", "tokenizer", "tokenizer --help",
     *(f"tokenizer {name} --help" for name in ("train", "show", "encode", "decode")), "report --help", "inspect",
-    *(f"inspect {name} --help" for name in ("attention", "neighbors", "analogy", "positions")),
+    *(f"inspect {name} --help" for name in ("attention", "neighbors")),
 )  # fmt: skip
 
 
@@ -530,7 +530,7 @@ def test_params_compares_models(gpt: Gpt, run_folder: Path, workdir: Path) -> No
     values = [json.loads(line) for line in gpt("params", "gpt2", "gpt3-125m", "--json").out.splitlines()]
     assert values == [json.loads(gpt("params", name, "--json").out) for name in ("gpt2", "gpt3-125m")]
     one_line_of_what_and_what_next(gpt("params", "gpt2", "gtp3-125m"), 'no preset, run or checkpoint "gtp3-125m"')
-    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "does not name a format")
+    one_line_of_what_and_what_next(gpt("params", "gpt2", "-o", "x.png"), "is not the name of a page")
 
 
 def test_params_list_contains_every_preset(gpt: Gpt) -> None:

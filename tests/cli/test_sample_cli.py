@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Done, Gpt, deny_access, slow, spawn
+from conftest import Done, Gpt, deny_access, spawn
 from conftest import one_line_of_what_and_what_next as assert_error
 
 import gpt as library
@@ -101,14 +101,12 @@ def test_byte_order_marks_are_not_part_of_prompts(gpt: Gpt, run_folder: Path, pr
     assert session.out == gpt("sample", "-i", *args[:-1], stdin=PROMPTS[1].encode()).out
 
 
-def test_quiet_prints_only_the_text(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
+def test_quiet_prints_only_the_text(gpt: Gpt, run_folder: Path) -> None:
     args = ["sample", "the cat " * 40, "-m", run_folder, "-n", "3", "--length-penalty", "2"]
     verbose, quiet = gpt(*args), gpt(*args, "--quiet")
     assert verbose.err.count("\n") >= 3  # Notes on an unused option, the seed, a long prompt
     assert (quiet.code, quiet.err) == (0, "")
     assert quiet.out.startswith("the cat ")
-    file = gpt(*args, "-q", "--seed", "1", "-o", tmp_path / "s.jsonl")
-    assert (file.code, file.err) == (0, "")
     assert gpt("sample", "-q").code == 2  # Errors are printed anyway.
 
 
@@ -118,27 +116,6 @@ def test_every_prompt_gets_a_heading(gpt: Gpt, run_folder: Path, prompts: Path) 
     assert out.count("---\n") == 4
     piped = gpt("sample", "--prompts", "-", "-m", run_folder, "-n", "4", "--greedy", stdin=prompts.read_bytes())
     assert piped.out == out
-
-
-@pytest.mark.parametrize("options", [slow(["--seed", "3", "-N", "2"]), ["--beam", "2", "-N", "2"]])
-def test_generation_resumes_from_any_partial_output_file(
-    gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path, options: list[str]
-) -> None:
-    args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "12", *options]
-    complete, partial = tmp_path / "whole.jsonl", tmp_path / "part.jsonl"
-    assert gpt(*args, "-o", complete, "--batch", "1").code == 0
-    data = complete.read_bytes()
-    assert read_samples(gpt(*args, "--json", "--batch", "1")) == [json.loads(line) for line in data.splitlines()]
-    ends = [match.end() for match in re.finditer(b"\n", data)]
-    for size in (0, 40, ends[0], ends[2], ends[2] + 7, ends[4], len(data) - 1, len(data)):
-        partial.write_bytes(data[:size])
-        without_seed = [arg for arg in args if arg not in ("--seed", "3")] if size > ends[0] else args
-        assert gpt(*without_seed, "-o", partial, "--batch", "1").code == 0
-        assert partial.read_bytes() == data
-    lines = data.splitlines(keepends=True)
-    partial.write_bytes(lines[0] + lines[3])  # Lines can be missing anywhere.
-    assert gpt(*args, "-o", partial, "--batch", "1").code == 0
-    assert sorted(partial.read_bytes().splitlines(keepends=True)) == sorted(lines)
 
 
 def test_invalid_prompt_line_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
@@ -153,34 +130,13 @@ def test_invalid_prompt_line_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path
         assert_error(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
 
 
-def test_output_file_that_cannot_be_resumed_is_an_error(
-    gpt: Gpt, run_folder: Path, prompts: Path, tmp_path: Path
-) -> None:
-    args = ["sample", "--prompts", prompts, "-m", run_folder, "-n", "3"]
-    out = tmp_path / "o.jsonl"
+def test_prompt_file_that_cannot_be_read_is_an_error(gpt: Gpt, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
     assert_error(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
     assert_error(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "contains no prompt")
     assert_error(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
     assert_error(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
-    assert_error(gpt(*args, "-o", tmp_path / "none" / "o.jsonl"), "cannot write")
-    assert_error(gpt(*args, "-o", tmp_path), "cannot write")
-    assert gpt(*args, "-o", out, "--seed", "1").code == 0
-    before = out.read_bytes()
-    assert_error(gpt(*args, "-o", out, "--seed", "2"), "has seed 1, not 2")
-    assert_error(gpt(*args, "-o", out, "--greedy"), "was written with different settings")
-    first = before.splitlines(keepends=True)[0]
-    for line, message in (
-        (first.replace(b'"seed": 1', b'"seed": 2'), "line 5 has seed 2; earlier lines have 1"),
-        (first.replace(b'"index": 0', b'"index": "0"'), "line 5 is a sample for another prompt"),
-    ):
-        (tmp_path / "two.jsonl").write_bytes(before + line)
-        assert_error(gpt(*args, "-o", tmp_path / "two.jsonl"), message)
-    assert_error(gpt("sample", "other", "-m", run_folder, "-o", out), "is a sample for another prompt")
-    assert_error(gpt(*args, "-o", prompts), "line 1 is not a sample: it has no 'prompt_index'")
-    assert out.read_bytes() == before
-    assert len(prompts.read_text(encoding="utf-8").splitlines()) == 5
 
 
 # Stop strings, filters, bias
@@ -214,7 +170,7 @@ def test_invalid_options_are_errors(gpt: Gpt, run_folder: Path) -> None:
         "-t nan": "temperature is nan",
         "--beam 2 --greedy": "--beam and --greedy",
         "--beam 2 -N 3": "num is 3 and beam is 2",
-        "--beam 2 -N 3 -o s.jsonl": "num is 3 and beam is 2",
+        "--beam 2 -N 3 --json": "num is 3 and beam is 2",
         "--beam 500": "beam is 500, but the model has only 400 tokens",
         "--length-penalty inf --beam 2": "length-penalty is inf",
         "--early-stopping nver": 'there is no early-stopping "nver"',
@@ -387,7 +343,7 @@ def test_set_reads_a_schema_as_the_option_does(gpt: Gpt, run_folder: Path, tmp_p
 
 
 def test_interactive_rejects_conflicting_options(gpt: Gpt, run_folder: Path) -> None:
-    for options in (["--json"], ["x"], ["-o", "o.jsonl"], ["-N", "2"]):
+    for options in (["--json"], ["x"], ["-N", "2"]):
         assert_error(gpt("sample", "-i", "-m", run_folder, *options), "--interactive cannot be combined")
 
 
@@ -459,7 +415,7 @@ def test_unreadable_run_is_named(run_folder: Path, workdir: Path, monkeypatch: p
         ["eval", "t.txt", "-m", "runs/theirs"],
         ["params", "runs/theirs"],
         ["report", "runs/theirs"],
-        ["inspect", "positions", "-m", "runs/theirs"],
+        ["inspect", "neighbors", "hi", "-m", "runs/theirs"],
         ["train", "--resume", "runs/theirs"],
         ["train", "t.txt", "--init", "runs/theirs"],
     ):
@@ -512,19 +468,6 @@ def test_samples_are_generated_lazily(run_folder: Path, tmp_path: Path) -> None:
     assert [line["index"] for line in lines] == list(range(40))
     pieces = library.load(run_folder).write_all(["the"], SampleConfig(max_tokens=3), 1, 40)
     assert [piece.sample.text for piece in pieces if piece.sample] == [line["text"] for line in lines]
-
-
-@pytest.mark.parametrize("content", [b"my diary", b"a line\nand another", b"{", b'{"prompt_index": 0, "in'])
-def test_files_without_samples_are_not_overwritten(gpt: Gpt, run_folder: Path, tmp_path: Path, content: bytes) -> None:
-    """A partial line is replaced only if it could be the start of a sample."""
-    out = tmp_path / "diary.txt"
-    out.write_bytes(content)
-    result = gpt("sample", "the", "-m", run_folder, "-n", "2", "--seed", "1", "-o", out)
-    if content.startswith(b"{"):
-        assert (result.code, len(out.read_bytes().splitlines())) == (0, 1)
-    else:
-        assert_error(result, "diary.txt, line ")
-        assert out.read_bytes() == content
 
 
 # Structured output

@@ -212,22 +212,6 @@ def test_ignored_end_of_text_is_part_of_the_text(settings: dict[str, Any]) -> No
     assert (sample.tokens, sample.text, sample.finish_reason) == ([], "", "eot")
 
 
-def test_finished_samples_are_not_generated_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin_counts = [0]
-    begin = Context.begin
-
-    def count_and_begin(self: Context, *args: Any) -> None:
-        begin_counts[-1] += 1
-        begin(self, *args)
-
-    monkeypatch.setattr(Context, "begin", count_and_begin)
-    config = SampleConfig(max_tokens=5)
-    expected = [generate_samples(config, ["a"], 2)[0], generate_samples(config, ["b"], 2)[1]]
-    begin_counts.append(0)
-    assert generate_samples(config, ["a", "b"], 2, done={(0, 1), (1, 0)}) == expected
-    assert begin_counts == [4, 2]
-
-
 def test_slid_is_set_when_the_context_slides(monkeypatch: pytest.MonkeyPatch) -> None:
     slides: list[int] = []
     slide = Context.slide

@@ -192,7 +192,7 @@ def test_evaluation_and_inspection_match_the_cpu(models: dict[str, Path], disgui
         loss = model.evaluate(["the cat sat on the mat while dogs chased cats, " * 3], stride=8).loss
         view = inspect.inspect_prompt(model.model, model.tokenizer.encode("the cat sat"), model.tokenizer)
         embeddings = inspect.Embeddings(model.model, model.tokenizer)
-        return loss, view, embeddings.neighbors(embeddings.find("cat"), 3), inspect.positions(model.model)
+        return loss, view, embeddings.neighbors(embeddings.find("cat"), 3)
 
     on_cpu = inspect_on("cpu")
     with disguise():
@@ -201,7 +201,6 @@ def test_evaluation_and_inspection_match_the_cpu(models: dict[str, Path], disgui
     assert np.allclose(on_cuda[1].patterns, on_cpu[1].patterns, atol=1e-5)
     assert np.allclose(on_cuda[1].logits, on_cpu[1].logits, atol=1e-4)
     assert [neighbor.id for neighbor in on_cuda[2]] == [neighbor.id for neighbor in on_cpu[2]]
-    assert np.allclose(on_cuda[3].similarity, on_cpu[3].similarity, atol=1e-5)
 
 
 def test_bench_reports_device_and_speed(

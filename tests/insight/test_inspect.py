@@ -3,7 +3,6 @@
 import itertools
 import math
 import tracemalloc
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,10 +11,9 @@ import torch
 from models import loud, ours_with
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gpt.config.model import GPTConfig, RopeScaling
+from gpt.config.model import GPTConfig
 from gpt.insight import inspect
 from gpt.model.decoder import GPT
-from gpt.model.positions import rotate
 from gpt.runs import hf
 from gpt.system.errors import UserError
 from gpt.tokenizers.backends import ByteBPE
@@ -249,7 +247,7 @@ def test_inspection_computes_only_selected_layers_and_heads(monkeypatch: pytest.
 
 @pytest.fixture
 def words() -> tuple[GPT, Tokenizer]:
-    """Returns a model and a tokenizer for the analogy king - man + woman = queen, with initials as words.
+    """Returns a model and a tokenizer with initials as words.
 
     These words are tokens with a leading space. "bo" is a token with and without a leading space.
     """
@@ -296,70 +294,3 @@ def test_words_are_tokenized_as_in_running_text(words: tuple[GPT, Tokenizer]) ->
     for blank in ("", "  "):
         with pytest.raises(UserError, match="a word is empty"):
             table.find(blank)
-
-
-def test_analogy_sums_directions(words: tuple[GPT, Tokenizer]) -> None:
-    table = inspect.Embeddings(*words)
-    terms = [(sign, table.find(word)) for sign, word in inspect.parse_analogy(["k", "-", "m", "+", "w"])]
-    answers = table.analogy(terms, 3)
-    assert answers[0].text == " q"
-    assert not {neighbor.id for neighbor in answers} & {256, 257, 258}  # The terms are not answers.
-    total = table.rows[256] - table.rows[257] + table.rows[258]
-    assert answers[0].cosine == pytest.approx(float(table.rows[259] @ total / np.linalg.norm(total)), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("typed", "terms"),
-    [
-        (["king", "-", "man", "+", "woman"], [(1, "king"), (-1, "man"), (1, "woman")]),
-        (["king - man + woman"], [(1, "king"), (-1, "man"), (1, "woman")]),
-        (["-", "man", "+", "well-known"], [(-1, "man"), (1, "well-known")]),
-        (["+ a", "- b"], [(1, "a"), (-1, "b")]),
-    ],
-)
-def test_analogies_are_parsed(typed: list[str], terms: list[tuple[int, str]]) -> None:
-    assert inspect.parse_analogy(typed) == terms
-
-
-@pytest.mark.parametrize(
-    "typed", [["king"], ["king", "man"], ["king", "-"], ["-"], [""], ["a", "-", "-", "b"], ["a", "-b"]]
-)
-def test_invalid_analogies_are_errors(typed: list[str]) -> None:
-    with pytest.raises(UserError) as error:
-        inspect.parse_analogy(typed)
-    assert error.value.hint == "write it like: king - man + woman"
-
-
-# Positions
-
-
-@pytest.mark.parametrize("kind", ["learned", "sinusoidal"])
-def test_position_similarity_is_the_mean_cosine(kind: str) -> None:
-    model = loud(GPTConfig(97, 13, 1, 2, 8, positions=kind))  # type: ignore[arg-type]
-    positions = inspect.positions(model)
-    assert model.position_table() is not None
-    table = model.position_table().detach()  # type: ignore[union-attr]
-    assert positions.table is not None
-    assert np.array_equal(positions.table, table.numpy())
-    for distance in range(13):
-        pairs = torch.cosine_similarity(table[: 13 - distance], table[distance:])
-        assert positions.similarity[distance] == pytest.approx(float(pairs.mean()), abs=1e-5)
-
-
-@pytest.mark.parametrize("scaling", [None, RopeScaling(8.0, 1.0, 4.0, 8)])
-def test_rotary_position_similarity_is_an_attention_score(scaling: RopeScaling | None) -> None:
-    model = loud(GPTConfig(97, 13, 1, 2, 16, positions="rotary", rope_base=500.0, rope_scaling=scaling))
-    positions = inspect.positions(model)
-    assert positions.table is None
-    ones = torch.ones(1, 1, 13, 8) / math.sqrt(8)
-    assert model.rope is not None
-    rotated = rotate(ones, (model.rope[0], model.rope[1]))[0, 0]
-    assert np.allclose(positions.similarity, (rotated @ rotated[0]).numpy(), atol=1e-5)
-
-
-def test_position_similarity_covers_contexts_beyond_the_rotary_table() -> None:
-    config = GPTConfig(9, 131_072, 1, 1, 4, positions="rotary")
-    model = GPT(config)
-    assert len(inspect.positions(model).similarity) == 131_072
-    assert model.rope is not None and model.rope.size(1) == 8192  # The table is unchanged.
-    assert len(inspect.positions(GPT(replace(config, block_size=2**20))).similarity) == inspect.MAX_ROTATIONS

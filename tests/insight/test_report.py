@@ -223,7 +223,7 @@ def test_invalid_runs_and_outputs_are_errors(gpt: Gpt, two_runs: list[Path]) -> 
     assert_error("there is no run nowhere", "nowhere")
     assert_error("is not a run: it has no run.json", ".")
     assert_error("the same run was given twice", "one", "one")
-    assert_error("does not name a format", "one", "-o", "r.png")
+    assert_error("is not the name of a page", "one", "-o", "r.png")
     assert_error("there is no folder", "one", "-o", "none/r.html")
     Path("two/metrics.jsonl").write_text("")
     assert_error("contains no steps", "two")

@@ -131,7 +131,7 @@ def _sign_sources(bad: Path) -> None:
 LAST, MIDDLE = folder.step_name(12), folder.step_name(8)
 SAMPLE = "sample ab -m BAD -n 2 --greedy"
 REPORT_COMMANDS = (
-    ("report BAD", 1), ("report BAD --json", 1), ("report BAD GOOD -o report.html", 1), ("report BAD -o r.png", 20),
+    ("report BAD", 1), ("report BAD --json", 1), ("report BAD GOOD -o report.html", 1),
 )  # fmt: skip
 EXPORT = ("export -m BAD -o new", 2)
 RESUME = ("train --resume BAD --quiet", 1)
