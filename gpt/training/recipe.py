@@ -379,10 +379,11 @@ def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "
 
 
 def _choose_separator(facts: Facts, model: GPTConfig) -> int | None:
-    """The id at which attention ends, in a new model of documents that are on average shorter than its context. This
-    was only measured on a CPU (benchmarks/decisions.md)."""
+    """The id at which attention ends, in a new RoPE model of documents that are on average shorter than its context.
+    This was only measured on a CPU (benchmarks/decisions.md)."""
     are_short = facts.tokens < model.block_size * facts.documents
-    return facts.separator if are_short and facts.base is None and facts.device == "cpu" else None
+    is_measured = model.positions == "rotary" and facts.base is None and facts.device == "cpu"
+    return facts.separator if are_short and is_measured else None
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:

@@ -162,8 +162,8 @@ def test_short_documents_are_trained_as_if_alone(recomputes: bool) -> None:
     packed = model.trunk(torch.cat(documents, 1), separator=49)
     alone = torch.cat([model.trunk(ids) for ids in documents], 1)
     assert torch.allclose(packed, alone, atol=1e-5)
-    for known, separator in [({"documents": 10_000}, 7), ({"documents": 1000}, None), ({}, None)]:
-        plan = recipe.plan(TrainConfig(block_size=64), facts(separator=7, **known))
+    for arch, count, separator in [("modern", 10_000, 7), ("gpt2", 10_000, None), ("modern", 1000, None)]:
+        plan = recipe.plan(TrainConfig(arch=arch, block_size=64), facts(separator=7, documents=count))
         assert plan.separator == separator
 
 
