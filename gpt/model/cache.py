@@ -243,7 +243,8 @@ class OneEach:
         return kernels.attend(q, keys, values, mask)
 
 
-Places = Placement | OneEach  # where a step's keys and values go
+# Where a step's keys and values go. Without a cache, the numbers of the documents that positions attend to, (B, T).
+Places = Placement | OneEach | Tensor
 
 
 def make_column_mask(positions: Tensor, window: int, size: int, columns: int) -> Tensor:

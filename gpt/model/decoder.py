@@ -9,7 +9,7 @@ heads.
 """
 
 import math
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 import torch.nn as nn
@@ -104,8 +104,8 @@ class Attention(nn.Module):
         """(B, T, C) → (B, T, C), with ``rope`` from `GPT.embed_at`."""
         B, T, _ = x.shape
         q, k, v = self.qkv(x, rope)
-        if places is None:
-            y = kernels.attend(q, k, v, None, self.dropout if self.training else 0.0, self.window)
+        if places is None or isinstance(places, Tensor):
+            y = kernels.attend(q, k, v, None, self.dropout if self.training else 0.0, self.window, places)
         else:
             y = places.attend(layer, q, k, v)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H · D), heads concatenated
@@ -240,11 +240,12 @@ class GPT(nn.Module):
             case _:
                 return None
 
-    def trunk(self, idx: Tensor, places: Placement | None = None) -> Tensor:
+    def trunk(self, idx: Tensor, places: Placement | None = None, separator: int | None = None) -> Tensor:
         """Returns the normalized residual stream (B, T, C) for ids (B, T), which follow the cached positions of
-        ``places``. Raises ValueError if the ids exceed the context, except with RoPE and a cache."""
+        ``places``. Without a cache, attention ends at ids that equal ``separator``, which start documents. Raises
+        ValueError if the ids exceed the context, except with RoPE and a cache."""
         x, rope = self.embed(idx, places)
-        return self.stack(x, rope, places)
+        return self.stack(x, rope, places if separator is None else (idx == separator).cumsum(1))
 
     def embed(self, idx: Tensor, places: Placement | None = None) -> tuple[Tensor, Rope | None]:
         """Returns the first block's input (B, T, C) for ids (B, T), and the RoPE rotations."""
@@ -271,7 +272,8 @@ class GPT(nn.Module):
         """Applies the blocks and the final norm to (B, T, C)."""
         recompute = self.recompute and torch.is_grad_enabled()
         for layer, block in enumerate(self.h):
-            x = checkpoint(block, x, layer, rope, use_reentrant=False) if recompute else block(x, layer, rope, places)
+            run = partial(checkpoint, block, use_reentrant=False) if recompute else block
+            x = run(x, layer, rope, places)
         return self.last_norm(x)
 
     def last_norm(self, x: Tensor) -> Tensor:

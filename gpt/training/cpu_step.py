@@ -45,7 +45,7 @@ class GradientProgram:
         traced_modules |= {GPTConfig.__module__, type(objective).__module__, __name__}
         code = [Path(sys.modules[name].__file__ or "").read_bytes() for name in sorted(traced_modules)]
         shapes = [tuple(tensor.shape) for tensor in self.inputs]
-        key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name, shapes)
+        key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name, shapes, objective.separator)
         if teachers:
             key = (*key, objective.teacher_weight, [(tuple(t.shape), t.dtype) for t in teachers])
         trace = functools.partial(_trace_graph, objective, model, compute, self.shape, teachers)

@@ -57,6 +57,7 @@ class Dataset:
     sample_windows: Callable[[int, int], list[Window]]  # (block_size, count) → at most count windows, spread evenly
     prompt_ids: list[int]  # prompt of the samples during training
     prompt: str = ""  # text of ``prompt_ids``; "" starts a document
+    documents: int = 0  # documents of the text; 0 for examples
     rows: int = 0  # rows of training examples, or preferences; 0 for text
     pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out pairs
     preferences: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out preferences
@@ -120,6 +121,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         sample_windows=lambda block_size, count: spread_windows(held_out.documents, block_size, count),
         prompt_ids=folder.tokenizer.prompt(prompt),
         prompt=prompt,
+        documents=folder.documents,
         measure_yardsticks=lambda: measure(folder.tokenizer, held_out, train, targets / max(1, held_out_bytes)),
     )
 

@@ -70,7 +70,8 @@ class ExampleRows(list[ExampleRow]):
 
 @dataclass(frozen=True)
 class RowBatches:
-    """Batches of ``rows`` rows or preferences, determined by seed and step. Each epoch is reshuffled."""
+    """Batches of ``rows`` rows or preferences, determined by seed and step. Each epoch is reshuffled. In a
+    step, longer rows come first."""
 
     examples: ExampleRows
     rows: int
@@ -84,19 +85,20 @@ class RowBatches:
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[npt.NDArray[Any], ...]:
         """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T), or
         of preferences (rows / ranks, 2, T), with the reference's log-probabilities, (rows / ranks, 2). T is the length
-        of the step's longest sequence. Ids that are not targets are `IGNORED`."""
+        of the longest sequence. Ids that are not targets are `IGNORED`."""
         examples, sides = self.examples, self.examples.sides
         positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
         indices = shuffle_indices(positions, len(examples) // sides, self.seed)
-        windows = [examples.window(index * sides + side) for index in indices.tolist() for side in range(sides)]
-        shape = (self.rows // ranks * sides, max(len(window.x) for window in windows))
+        lengths = [-max(len(row.ids) for row in examples[i * sides : (i + 1) * sides]) for i in indices.tolist()]
+        own = indices[np.argsort(lengths, kind="stable")][rank::ranks]
+        windows = [examples.window(index * sides + side) for index in own.tolist() for side in range(sides)]
+        shape = (len(windows), max(len(window.x) for window in windows))
         x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, window in enumerate(windows[rank * shape[0] : (rank + 1) * shape[0]]):
+        for row, window in enumerate(windows):
             x[row, : len(window.x)] = window.x
             y[row, : len(window.y)] = window.y
         if sides == 1:
             return x, y
-        own = indices[rank * self.rows // ranks : (rank + 1) * self.rows // ranks]
         reference = np.zeros((len(own), sides), np.float32) if examples.reference is None else examples.reference[own]
         return x.reshape(-1, sides, shape[1]), y.reshape(-1, sides, shape[1]), reference
 

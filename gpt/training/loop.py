@@ -115,7 +115,7 @@ class Trainer:
         if self.state.cycle < count:
             return Teachers([], run.compute)
         found = [*self.world.raise_on_all(lambda: own_teachers(run.path, count)), *run.teachers]
-        teachers = Teachers(found, run.compute)
+        teachers = Teachers(found, run.compute, self.recipe.separator)
         if not found:
             return teachers
         self.session.note(

@@ -56,7 +56,7 @@ class Meter:
         world, data = self.session.world, self.inputs.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
-        batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute)
+        batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute, recipe.separator)
         teachers.pretend_to_read(batches, recipe)
         stepper = Stepper(strategy, recipe, teachers, self.session.note)
         fit_micro_batch(stepper, batches.length)

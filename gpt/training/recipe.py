@@ -78,6 +78,8 @@ class Facts:
     has_compiler: bool = False
     processes: int = 1
     local_processes: int = 1  # on this machine
+    separator: int = 0  # id that starts a document
+    documents: int = 0  # documents of the text
     rows: int = 0  # rows of examples, or preferences; 0 for text
     sides: int = 1  # sequences per row: 2 for preferences
     base: GPTConfig | None = None  # shape of the base model in fine-tuning
@@ -145,6 +147,7 @@ class Recipe:
     by_clock: str = ""
     teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
     own_teachers: OwnTeachers | None = None
+    separator: Count | None = None  # id that starts a document, unless documents see each other
     beta: Amount = 0.0  # of preferences; 0 for other data
     budget: TimeBudget | None = None  # None without ``--minutes``, and in drafts
 
@@ -348,6 +351,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         context=facts.base.block_size if facts.base is not None and facts.base.positions == "rotary" else 0,
         teacher_weight=config.teacher_weight if facts.teachers else 0.0,
         own_teachers=own_teachers,
+        separator=_choose_separator(facts, model),
         beta=(finetune.BETA if config.beta is None else config.beta) if config.preferences else 0.0,
         **copied_settings,
     )
@@ -364,6 +368,14 @@ def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "
     dropout = dropout if config.dropout is None else model.dropout
     eval_every = config.eval_every or math.ceil(steps / TEACHER_EVALUATIONS)
     return OwnTeachers(count, steps, weight_decay, dropout, eval_every)
+
+
+def _choose_separator(facts: Facts, model: GPTConfig) -> int | None:
+    """The id at which attention ends, in a new RoPE model of documents that are on average shorter than its context.
+    This was only measured on a CPU (benchmarks/decisions.md)."""
+    are_short = facts.tokens < model.block_size * facts.documents
+    is_measured = model.positions == "rotary" and facts.base is None and facts.device == "cpu"
+    return facts.separator if are_short and is_measured else None
 
 
 def auto_optimizer(config: TrainConfig, model: GPTConfig) -> Optimizer:

@@ -140,6 +140,7 @@ def find_facts(inputs: Inputs, world: World) -> Facts:
     return Facts.on(
         inputs.compute, bytes=data.bytes, tokens=data.tokens, vocab_size=data.tokenizer.vocab_size,
         held_out=data.held_out_tokens > 0, processes=world.size, local_processes=world.local_size, rows=data.rows,
+        documents=data.documents, separator=data.tokenizer.eot,
         sides=2 if data.preferences else 1, base=init.model if init else None,
         base_bytes=init.quantized_bytes if init else 0, teachers=tuple(teacher.model for teacher in inputs.teachers),
     )  # fmt: skip

@@ -29,20 +29,22 @@ from gpt.training.strategy import Strategy
 from gpt.training.teachers import Teachers
 
 T = TypeVar("T")
+LENGTHS = 32  # Sequences have multiples of this length, because torch prepares each new shape of a bfloat16 product.
 
 
 class Objective(nn.Module):
     """The summed loss of a micro-batch, in nats, as a module for `DistributedDataParallel`."""
 
-    def __init__(self, model: GPT, chunk: int, teacher_weight: float = 0.0) -> None:
+    def __init__(self, model: GPT, chunk: int, teacher_weight: float = 0.0, separator: int | None = None) -> None:
         super().__init__()
-        self.model, self.chunk, self.teacher_weight = model, chunk, teacher_weight
+        self.model, self.chunk, self.teacher_weight, self.separator = model, chunk, teacher_weight, separator
         self.loss: Callable[..., Tensor] = tied_cross_entropy
 
     def forward(self, x: Tensor, y: Tensor, *teachers: Tensor) -> Tensor:
         """Computes the loss on inputs x and targets y, (rows, T). ``teachers`` are the tensors of `Teachers`."""
         lesson = (self.teacher_weight, *teachers) if teachers else ()
-        return self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk, *lesson)
+        stream = self.model.trunk(x, separator=self.separator)
+        return self.loss(stream, self.model.unembedding, y, self.chunk, *lesson)
 
     def count(self, y: Tensor) -> Tensor:
         """Counts what the loss is the mean of."""
@@ -95,7 +97,7 @@ class Stepper:
         self.note, self.on_uncompiled = note, on_uncompiled
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
         self.scaler = strategy.scaler()
-        self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight)
+        self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight, recipe.separator)
         if recipe.beta:
             self.objective = PreferenceObjective(self.model, recipe.loss_chunk, recipe.beta)
         self.wrapped = strategy.wrap(self.objective)
@@ -113,20 +115,38 @@ class Stepper:
         them. Returns the loss and the gradient norm. If one is not finite, weights and moments do not change."""
         self.optimizer.set_lr(lr)
         batch = [upload(array, self.compute.device) for array in (x, y, *lesson)]
-        return Download(*(self.graph or self.update)(*batch))
+        return Download(*(self.graph(*batch) if self.graph else self.update(*batch, parts=self.split(y))))
 
-    def update(self, x: Tensor, y: Tensor, *lesson: Tensor) -> tuple[Tensor, Tensor]:
+    def split(self, y: npt.NDArray[Any]) -> list[tuple[slice, int]]:
+        """Returns the rows of each micro-batch, and their length up to the last target, rounded up to a multiple of
+        `LENGTHS`. Rows of examples are sorted by length, so a micro-batch ends before a row of less than half its
+        length, which would be mostly padding. Sharded ranks need equally many micro-batches."""
+        is_target = (y != IGNORED).reshape(len(y), -1, y.shape[-1]).any(1)
+        lengths = (y.shape[-1] - is_target[:, ::-1].argmax(1)).tolist()
+        starts = [0]
+        for row, length in enumerate(lengths):
+            is_short = 2 * length < lengths[starts[-1]] and not self.recipe.is_sharded
+            if is_short or row - starts[-1] == self.micro_batch:
+                starts.append(row)
+        ends = [*starts[1:], len(y)]
+        parts = [(slice(start, end), max(lengths[start:end])) for start, end in zip(starts, ends, strict=True)]
+        return [(part, length + -length % LENGTHS) for part, length in parts]
+
+    def update(
+        self, x: Tensor, y: Tensor, *lesson: Tensor, parts: Sequence[tuple[slice, int]] = ()
+    ) -> tuple[Tensor, Tensor]:
         """Accumulates the gradients of the mean loss over all counted targets, clips them and updates the weights.
-        Returns the mean loss and the gradient norm."""
+        Returns the mean loss and the gradient norm. ``parts`` are from `split`."""
         if not self.model.training:
             self.model.train()
         loss = torch.zeros((), device=self.compute.device)
         n_targets = self.world.all_reduce(self.objective.count(y))
-        for row in range(0, x.size(0), self.micro_batch):
-            part = slice(row, row + self.micro_batch)
-            is_last = row + self.micro_batch >= x.size(0)
-            with contextlib.nullcontext() if is_last else self.strategy.no_sync():
-                loss = loss + self.backward(x[part], y[part], n_targets, [tensor[part] for tensor in lesson])
+        starts = range(0, len(x), self.micro_batch)
+        parts = parts or [(slice(row, row + self.micro_batch), x.size(-1)) for row in starts]
+        for number, (part, length) in enumerate(parts, 1):
+            inputs, targets = x[part, ..., :length], y[part, ..., :length]
+            with contextlib.nullcontext() if number == len(parts) else self.strategy.no_sync():
+                loss = loss + self.backward(inputs, targets, n_targets, [tensor[part] for tensor in lesson])
         loss = self.world.all_reduce(loss)
         norm = self.strategy.clip_grad_norm(self.scaler, self.clip)
         self.optimizer.step(skip=~(loss.isfinite().all() & norm.isfinite()))

@@ -57,8 +57,8 @@ class Teachers:
     they compute them for every batch.
     """
 
-    def __init__(self, found: Sequence[InitCheckpoint], compute: Compute) -> None:
-        self.found, self.compute = found, compute
+    def __init__(self, found: Sequence[InitCheckpoint], compute: Compute, separator: int | None = None) -> None:
+        self.found, self.compute, self.separator = found, compute, separator
         self.shapes = [teacher.model for teacher in found]
         self.codes: Uint8s | None = None
 
@@ -139,7 +139,10 @@ class Teachers:
         batches have the probabilities."""
         assert self.codes is None, "the batch has lost its teachers' probabilities"
         with self.compute.autocast():
-            pairs = [(model.trunk(x).contiguous(), model.unembedding.detach()) for model in self.models]
+            pairs = [
+                (model.trunk(x, separator=self.separator).contiguous(), model.unembedding.detach())
+                for model in self.models
+            ]
         return [tensor for pair in pairs for tensor in pair]
 
     def placeholder(self, x: Tensor) -> list[Tensor]:

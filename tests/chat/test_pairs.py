@@ -158,15 +158,20 @@ def test_only_completions_are_targets() -> None:
 
 
 def test_batches_depend_only_on_seed_and_step() -> None:
-    pairs = encode_pairs(*((f"p{number}", "c") for number in range(10)))
+    pairs = encode_pairs(*((f"p{number}", "c" * (number % 3)) for number in range(10)))
     batches = RowBatches(pairs, 4, seed=3)
-    first_ids = [row[1] for step in range(5) for row in batches.global_batch(step)[0].tolist()]
-    assert sorted(first_ids[:10]) == sorted(first_ids[10:20]) == [ord(str(number)) for number in range(10)]
-    assert first_ids[:10] != first_ids[10:20]
-    halves = [batches.global_batch(2, rank, 2) for rank in range(2)]
+    steps = [batches.global_batch(step) for step in range(5)]
+    first_ids = [row[1] for x, _ in steps for row in x.tolist()]
+    assert sorted(first_ids) == sorted(2 * [ord(str(number)) for number in range(10)])
+    assert len(set(first_ids[:8])) == len(set(first_ids[12:])) == 8
+    assert first_ids[:8] != first_ids[12:]
+    for _, y in steps:
+        counts = (y != IGNORED).sum(1).tolist()
+        assert counts == sorted(counts, reverse=True)
     full_batch = batches.global_batch(2)
-    for side in range(2):
-        assert np.array_equal(np.concatenate([half[side] for half in halves]), full_batch[side])
+    for rank in range(2):
+        for half, full in zip(batches.global_batch(2, rank, 2), full_batch, strict=True):
+            assert np.array_equal(half, full[rank::2, : half.shape[1]])
 
 
 def test_gradient_accumulation_weighs_targets_equally(file: Path) -> None:

@@ -45,17 +45,23 @@ def test_rms_norm_of_bfloat16_rounds_once() -> None:
 
 @pytest.mark.parametrize("window", [None, 1, 4, 30])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
-def test_plain_attention_with_shared_heads_matches_fused_attention(heads: tuple[int, int], window: int | None) -> None:
+@pytest.mark.parametrize("separates", [False, True])
+def test_plain_attention_with_shared_heads_matches_fused_attention(
+    heads: tuple[int, int], window: int | None, separates: bool
+) -> None:
     torch.manual_seed(0)
     H, K = heads
     q = torch.randn(9, H, 11, 8, requires_grad=True)
     k, v = (torch.randn(9, K, 11, 8, requires_grad=True) for _ in "kv")
-    unfused = kernels.attend(q, k, v, None, 0.0, window)
+    documents = torch.randint(2, (9, 11)).cumsum(1) if separates else None
+    unfused = kernels.attend(q, k, v, None, 0.0, window, documents)
     with torch.no_grad():
-        fused = kernels.attend(q, k, v, None, 0.0, window)
+        fused = kernels.attend(q, k, v, None, 0.0, window, documents)
     assert torch.allclose(unfused, fused, atol=1e-5)
     weight = torch.randn_like(unfused)
     mask = torch.ones(11, 11).tril().triu(1 - (window or 11)).bool()
+    if documents is not None:
+        mask = mask & (documents[:, None, :, None] == documents[:, None, None, :])
     repeated = [t.repeat_interleave(H // K, dim=1) for t in (k, v)]
     expected = ((q @ repeated[0].mT / 8**0.5).masked_fill(~mask, -math.inf)).softmax(-1) @ repeated[1]
     for a, b in zip(

@@ -172,7 +172,7 @@ def test_gradients_of_the_program_match_uncompiled_gradients(
         monkeypatch.setattr(programs, "find", trace_without_compiling)
     compute, results = Compute(torch.device("cpu"), dtype), []
     model = model_of(arch, dropout=dropout, n_layer=layers).train()
-    objective = Objective(model, 0)
+    objective = Objective(model, 0, separator=7)
     program = GradientProgram(objective, model, compute, 4, lambda text: None)
     windows = torch.randint(64, (4, 65))
     x, y, token_count = windows[:, :-1], windows[:, 1:], torch.tensor(256)

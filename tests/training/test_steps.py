@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import facts, losses, resolved, slow, train, weights
-from models import trace_without_compiling
+from models import CPU, tiny_model, tiny_stepper, trace_without_compiling
 
 import gpt
 from gpt.config import events
@@ -19,6 +20,7 @@ from gpt.config.model import PRESETS
 from gpt.config.train import TrainConfig
 from gpt.model import memory
 from gpt.model.decoder import GPT
+from gpt.model.loss import IGNORED
 from gpt.system import programs
 from gpt.system.errors import Interrupted, UserError
 from gpt.training import recipe
@@ -112,21 +114,56 @@ def test_each_shape_and_dtype_has_a_separate_program(monkeypatch: pytest.MonkeyP
     digests: list[str] = []
     monkeypatch.setattr(programs, "find", lambda key, *_: digests.append(programs.digest(key)))
 
-    def add_program(rows: int = 4, dtype: torch.dtype = torch.bfloat16, **shape: Any) -> None:
+    def add_program(
+        rows: int = 4, dtype: torch.dtype = torch.bfloat16, separator: int | None = None, **shape: Any
+    ) -> None:
         defaults = {"vocab_size": 50, "block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
         model = GPT(gpt.GPTConfig(**{**defaults, **shape}))
         compute = Compute(torch.device("cpu"), dtype)
-        GradientProgram(stepping.Objective(model, 0), model, compute, rows, lambda text: None)
+        GradientProgram(stepping.Objective(model, 0, 0.0, separator), model, compute, rows, lambda text: None)
 
     add_program()
     add_program()
     assert digests[0] == digests[1]
     add_program(rows=2)
     add_program(dtype=torch.float32)
+    add_program(separator=1)
     shapes = {"vocab_size": 51, "block_size": 4, "n_layer": 2, "n_head": 1, "n_embd": 32, "dropout": 0.1}
     for name, value in shapes.items():
         add_program(**{name: value})
     assert len(set(digests)) == len(digests) - 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "micro_batch", "parts"),
+    [
+        ([100, 100, 100], 2, [(0, 2, 128), (2, 3, 128)]),
+        ([100, 90, 60, 40, 20, 19], 6, [(0, 3, 128), (3, 5, 64), (5, 6, 32)]),
+        ([100, 90, 60, 40, 20, 19], 2, [(0, 2, 128), (2, 4, 64), (4, 6, 32)]),
+    ],
+)
+def test_micro_batches_have_rows_of_similar_lengths(
+    lengths: list[int], micro_batch: int, parts: list[tuple[int, int, int]]
+) -> None:
+    stepper = tiny_stepper(CPU)
+    stepper.micro_batch = micro_batch
+    for y in (np.full((len(lengths), 100), IGNORED), np.full((len(lengths), 2, 100), IGNORED)):
+        for row, length in enumerate(lengths):
+            y[row, ..., length // 2 : length] = 1
+        assert stepper.split(y) == [(slice(start, end), length) for start, end, length in parts]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_short_documents_are_trained_as_if_alone(recomputes: bool) -> None:
+    model = tiny_model(positions="rotary").train()
+    model.recompute = recomputes
+    documents = torch.tensor([[49, 1, 2, 3]]), torch.tensor([[49, 4, 5]])
+    packed = model.trunk(torch.cat(documents, 1), separator=49)
+    alone = torch.cat([model.trunk(ids) for ids in documents], 1)
+    assert torch.allclose(packed, alone, atol=1e-5)
+    for arch, count, separator in [("modern", 10_000, 7), ("gpt2", 10_000, None), ("modern", 1000, None)]:
+        plan = recipe.plan(TrainConfig(arch=arch, block_size=64), facts(separator=7, documents=count))
+        assert plan.separator == separator
 
 
 def test_signal_during_compilation_interrupts_the_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
