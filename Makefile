@@ -73,7 +73,7 @@ release: $(VENV)/.made-dev
 	rm -rf dist build/release
 	$(BIN)/python -m build --outdir dist
 	@for python in 3.11 3.12 3.13 3.14; do \
-	  command -v python$$python > /dev/null || { echo "no python$$python here: not checked"; continue; }; \
+	  python$$python --version > /dev/null 2>&1 || { echo "no python$$python here: not checked"; continue; }; \
 	  echo "checking with python$$python" && python$$python -m venv --clear build/release/env && \
 	  build/release/env/bin/pip install -q -c constraints.txt dist/*.whl && \
 	  build/release/env/bin/gpt train README.md --steps 4 -o build/release/$$python --quiet && \
