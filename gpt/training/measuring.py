@@ -16,14 +16,14 @@ from gpt.training.data import BatchSource
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.recipe import Facts, Recipe
-from gpt.training.size import TIMING_STEPS
+from gpt.training.size import TIMING_SHARE, TIMING_STEPS
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy, make_strategy
 from gpt.training.teachers import TaughtBatches, Teachers
 from gpt.training.time_budget import Costs
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
+PROBE_SECONDS = 5.0  # maximum time for which steps are timed
 PROBE_STEPS = 2  # minimum number of timed steps; the first ones allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 XZ_BYTES_PER_SECOND = 1e6  # assumed speed of compressing the text, which takes two threads
@@ -61,7 +61,7 @@ class Meter:
         fit_micro_batch(stepper, batches.length)
         if recipe.compile:
             stepper.compile()  # The run itself reports compilation errors.
-        max_seconds = PROBE_SHARE * 60 * self.minutes
+        max_seconds = TIMING_SHARE * 60 * self.minutes
         seconds = time_steps(stepper, teachers.teach(batches), max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))

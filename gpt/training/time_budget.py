@@ -84,11 +84,11 @@ class TimeBudget:
         return max(left - elapsed, MIN_TRAINING * self.total) / max(1, teachers)
 
     def tokens(self, costs: Costs, step_tokens: int) -> float:
-        """Estimates the training tokens. Raises `UserError` if the time has already passed, or is too short for
-        `MIN_STEPS` steps of ``step_tokens``. Once the step was compiled, a shorter run is better than none."""
+        """Estimates the training tokens. Raises `UserError` if the time is too short for `MIN_STEPS` steps of
+        ``step_tokens``. Once the step was compiled, a shorter run is better than none."""
         step, others = costs.token * step_tokens, self.end + self.evaluations
         spare = max(self.total - others - costs.elapsed, MIN_TRAINING * self.total)
-        if not costs.compiled and (costs.elapsed > self.total or spare < MIN_STEPS * step):
+        if not costs.compiled and spare < MIN_STEPS * step:
             minutes = GROWTH * (costs.elapsed + others + MIN_STEPS * step) / 60
             raise UserError(
                 f"there is no time to train: a step takes {step:.2g} s, and {costs.elapsed:.0f} of {self.total:.0f} s "

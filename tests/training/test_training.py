@@ -351,7 +351,9 @@ def test_time_budget_determines_the_tokens() -> None:
     assert budget.tokens(costs, 10) == pytest.approx(7500)  # 90 s minus 5 s at the end and 10 s of evaluations
     assert budget.training_seconds(10.0) == 85
     assert budget.training_seconds(99.0) == 10  # Getting ready took too long.
-    for elapsed, step_tokens in ((100.5, 10), (84.8, 1000)):
+    late = dataclasses.replace(costs, elapsed=100.5)
+    assert budget.tokens(late, 10) == pytest.approx(1000)  # A busy machine tokenized and measured slowly.
+    for elapsed, step_tokens in ((100.5, 1000), (84.8, 1000)):
         with pytest.raises(gpt.UserError, match="no time to train") as error:
             budget.tokens(dataclasses.replace(costs, elapsed=elapsed), step_tokens)
         minutes = float(error.value.hint.split()[4].rstrip(","))
