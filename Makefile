@@ -69,18 +69,18 @@ docs: $(VENV)/.made-docs
 # Before: the new version in pyproject.toml, gpt/system/distribution.py and CHANGELOG.md, committed. After: git push --tags.
 release: $(VENV)/.made-dev
 	@test -z "$$(git status --porcelain)" || { echo "commit your changes first"; exit 1; }
-	@! grep -q '^## Unreleased' CHANGELOG.md || { echo "give the changes under Unreleased a version: CHANGELOG.md"; exit 1; }
+	@grep -m1 '^## ' CHANGELOG.md | grep -qx "## $$($(BIN)/gpt --version | cut -d' ' -f2)" || { echo "give the changes under Unreleased the version of pyproject.toml: CHANGELOG.md"; exit 1; }
 	rm -rf dist build/release
 	$(BIN)/python -m build --outdir dist
 	@for python in 3.11 3.12 3.13 3.14; do \
-	  command -v python$$python > /dev/null || { echo "no python$$python here: not checked"; continue; }; \
+	  python$$python --version > /dev/null 2>&1 || { echo "no python$$python here: not checked"; continue; }; \
 	  echo "checking with python$$python" && python$$python -m venv --clear build/release/env && \
 	  build/release/env/bin/pip install -q -c constraints.txt dist/*.whl && \
 	  build/release/env/bin/gpt train README.md --steps 4 -o build/release/$$python --quiet && \
 	  build/release/env/bin/gpt sample "The" -n 8 -m build/release/$$python || exit 1; \
 	done
 	awk '/^## /{n++} n==1' CHANGELOG.md > dist/notes.md
-	git tag -a "v$$($(BIN)/gpt --version | cut -d' ' -f2)" -F dist/notes.md
+	git tag -a "v$$($(BIN)/gpt --version | cut -d' ' -f2)" -F dist/notes.md --cleanup=whitespace
 
 $(VENV)/.made: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"gpt needs Python 3.11 or newer; {sys.executable} is {v[0]}.{v[1]}. Name another: make PYTHON=python3.12 ...")'

@@ -23,7 +23,7 @@ from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
 BOOK, CHAT, BANDS = "runs/book", "runs/chat", "runs/bands"
-TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
+TUTORIAL = Path(__file__).resolve().parent / "tutorial-chat.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"

@@ -6,6 +6,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from gpt.config.events import format_seconds
 from gpt.config.model import Preset
 from gpt.model.params import Breakdown, count_attended
 from gpt.model.params import breakdown as count
@@ -135,12 +136,12 @@ def _memory_lines(cost: Cost, data: dict[str, Any]) -> Iterator[str]:
 
 def _plans_table(cost: Cost) -> Table:
     title = f"What fits in the memory of {cost.settings.kind}, by number of devices"
-    table = render.table(">devices", "gpt train …", ">peak", ">days", title=title)
+    table = render.table(">devices", "gpt train …", ">peak", ">time", title=title)
     for plan in cost.plans:
         launch = f"--nproc {plan.devices} " if 1 < plan.devices <= NODE else ""
         words = Text(launch + plan.options) if plan.fits else Text("nothing fits; smallest:", "dim")
-        days = _days(plan.days) if plan.fits else "–"
-        table.add_row(f"{plan.devices:,}", words, format_bytes(plan.memory.peak), days)
+        time = _format_days(plan.days) if plan.fits else "–"
+        table.add_row(f"{plan.devices:,}", words, format_bytes(plan.memory.peak), time)
     return table
 
 
@@ -163,11 +164,12 @@ def _time_line(cost: Cost, data: dict[str, Any]) -> str:
     settings = cost.settings
     if data["days"] is None:
         return f"The peak FLOP/s of {settings.kind} in {settings.dtype} are unknown, so training time is too."
-    days = _days(data["days"])
-    duration = f"{days} day{'s' * (days != '1')} on {cost.main_plan.devices:,} {settings.kind}"
+    duration = f"{_format_days(data['days'])} on {cost.main_plan.devices:,} {settings.kind}"
     rate = f"{data['tokens_per_second']:,.0f} tokens/s"
     return f"{data['tokens']:,} tokens at {settings.mfu:.0%} MFU: {duration}, {rate}"
 
 
-def _days(days: float | None) -> str:
-    return "" if days is None else f"{days:,.0f}" if days >= 100 else f"{days:.3g}"
+def _format_days(days: float | None) -> str:
+    if days is None or days < 2:
+        return "" if days is None else format_seconds(max(1.0, 86_400 * days))
+    return f"{days:,.0f} days" if days >= 100 else f"{days:.3g} days"

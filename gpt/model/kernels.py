@@ -215,19 +215,21 @@ def _attend_by_matmul(
     K, S = k.size(1), k.size(2)
     # Merge each group of query heads into one head with more queries.
     scores = (q * (1 / math.sqrt(D))).reshape(B, K, -1, D) @ k.transpose(2, 3)
-    mask = bias(q, S, window)
-    scores = scores.view(B, H, T, S).add_(mask if hidden is None else mask.masked_fill(hidden, -math.inf))
+    scores = scores.view(B, H, T, S).add_(bias(q, S, window, hidden))
     pattern = drop(scores.softmax(-1), dropout)
     return (pattern.view(B, K, -1, S) @ v).view(B, H, T, D)
 
 
-def bias(q: Tensor, S: int, window: int | None) -> Tensor:
-    """Returns an additive causal mask, (T, S), in the dtype of q, (B, H, T, D). The mask is −∞ for hidden keys."""
+def bias(q: Tensor, S: int, window: int | None, hidden: Tensor | None = None) -> Tensor:
+    """Returns an additive causal mask, (T, S), in the dtype of q, (B, H, T, D). The mask is −∞ for keys that the window
+    or ``hidden``, (B, 1, T, S), hides."""
     if _traced is not None:
-        return (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
-    T = q.size(2)
-    mask = torch.zeros((T, S), dtype=q.dtype, device=q.device)
-    return mask.masked_fill_(~make_causal_mask(T, window, q.device, S - T), -math.inf)
+        mask = (_traced.causal_bias if window is None else _traced.window_bias).to(q.dtype)
+    else:
+        T = q.size(2)
+        mask = torch.zeros((T, S), dtype=q.dtype, device=q.device)
+        mask.masked_fill_(~make_causal_mask(T, window, q.device, S - T), -math.inf)
+    return mask if hidden is None else mask.masked_fill(hidden, -math.inf)
 
 
 def make_causal_mask(T: int, window: int | None, device: torch.device, before: int = 0) -> Tensor:

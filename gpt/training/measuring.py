@@ -16,15 +16,15 @@ from gpt.training.data import BatchSource
 from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.recipe import Facts, Recipe
-from gpt.training.size import TIMING_STEPS
+from gpt.training.size import TIMING_SHARE, TIMING_STEPS
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy, make_strategy
 from gpt.training.teachers import TaughtBatches, Teachers
 from gpt.training.time_budget import Costs
 
-PROBE_SHARE, PROBE_SECONDS = 0.03, 5.0  # steps are timed for this share of the minutes, but at most this many seconds
-PROBE_STEPS = (2, 6)  # at least 2 steps are timed, and 6 if `max_seconds` permits; the first ones allocate memory
+PROBE_SECONDS = 5.0  # maximum time for which steps are timed
+PROBE_STEPS = 2  # minimum number of timed steps; the first ones allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 XZ_BYTES_PER_SECOND = 1e6  # assumed speed of compressing the text, which takes two threads
 
@@ -39,20 +39,19 @@ class Meter:
 
     def measure(self, draft: Recipe, facts: Facts) -> Facts:
         """Returns ``facts`` with the costs that the ``draft`` is waiting for: of uncompiled steps, or after that of
-        compiled ones. If the run compiles, the speed of uncompiled steps is only for an estimate, so few are timed."""
+        compiled ones."""
         session, compiled = self.session, facts.costs is not None
         session.note("measuring training speed on this machine")
         session.listen(events.Progress("measuring"))
-        share = 0.0 if draft.compile and not compiled else PROBE_SHARE
-        costs = self._measure(replace(draft, compile=compiled), share)
+        costs = self._measure(replace(draft, compile=compiled))
         session.note(f"{1 / costs.token:,.0f} tokens/s")
         reference = costs.window * sum(map(len, self.inputs.data.preferences or ()))  # before the first step
         elapsed = time.perf_counter() - session.start_time + reference
         costs = replace(costs, compiled=compiled, elapsed=elapsed)
         return replace(facts, compiled_costs=costs) if compiled else replace(facts, costs=costs)
 
-    def _measure(self, recipe: Recipe, share: float) -> Costs:
-        """Times training steps for a ``share`` of the minutes, and then evaluations and a sample."""
+    def _measure(self, recipe: Recipe) -> Costs:
+        """Times training steps, evaluations and a sample."""
         world, data = self.session.world, self.inputs.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
@@ -62,9 +61,8 @@ class Meter:
         fit_micro_batch(stepper, batches.length)
         if recipe.compile:
             stepper.compile()  # The run itself reports compilation errors.
-        total = 60 * self.minutes
-        max_seconds = PROBE_SHARE * total
-        seconds = time_steps(stepper, teachers.teach(batches), share * total, max_seconds)
+        max_seconds = TIMING_SHARE * 60 * self.minutes
+        seconds = time_steps(stepper, teachers.teach(batches), max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
@@ -81,19 +79,10 @@ class Meter:
         )
 
 
-def time_steps(
-    stepper: Stepper, batches: BatchSource | TaughtBatches, target: float, max_seconds: float
-) -> list[float]:
-    """Times training steps for ``target`` seconds. If too few steps fit (see `PROBE_STEPS`), continues for up to
-    ``max_seconds``."""
+def time_steps(stepper: Stepper, batches: BatchSource | TaughtBatches, max_seconds: float) -> list[float]:
+    """Times training steps for ``max_seconds``, at most `PROBE_SECONDS`."""
     world, seconds, lesson = stepper.world, list[float](), list[Any]()
-    target = min(target, PROBE_SECONDS)
-
-    def needs_more() -> bool:
-        elapsed = sum(seconds)
-        return elapsed < target or (len(seconds) < PROBE_STEPS[1] and elapsed < max_seconds)
-
-    while len(seconds) < PROBE_STEPS[0] or world.broadcast_object(needs_more):
+    while len(seconds) < PROBE_STEPS or world.broadcast_object(lambda: sum(seconds) < min(max_seconds, PROBE_SECONDS)):
         start = time.perf_counter()
         x, y, *lesson = batches.global_batch(len(seconds), world.rank, world.size)
         stepper.step(x, y, 0.0, *lesson).read(world.synchronize)

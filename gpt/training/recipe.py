@@ -28,16 +28,15 @@ MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 TAUGHT_DECAY = 0.3  # weight decay with teachers
 MIN_ROPE_CONTEXT = 128  # minimum default context of RoPE models
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
-# On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), or with
-# ``--minutes`` from this many minutes. The third number is the minimum FLOPs per step. The host limits smaller steps:
-# on an H200, a step of `nano` takes 13.4 ms eager and 16.0 compiled.
-COMPILE_RUN_FLOPS, COMPILE_MINUTES, COMPILE_STEP_FLOPS = 3e16, 5, 1e12
+# On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), if its steps have
+# this many. The host limits smaller steps: on an H200, a step of `nano` takes 13.4 ms eager and 16.0 compiled.
+COMPILE_RUN_FLOPS, COMPILE_STEP_FLOPS = 3e16, 1e12
 # Steps below these FLOPs run as CUDA graphs. On an H200, milliseconds per step fell from 9.0 to 1.6 for `nano`, from
 # 9.9 to 3.3 for `micro` with 8,192 tokens, and from 54.1 to 53.7 for GPT-2 with 16,384 tokens (1.2e13 FLOPs).
 MAX_GRAPH_FLOPS = 1e13
-# On a CPU, ``auto`` compiles a run that takes at least this many seconds per layer. Compiling takes about four seconds
-# per layer and saves a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
-COMPILE_LAYER_SECONDS = {"bfloat16": 14, "float32": 35}
+# On a CPU, ``auto`` compiles if the steps of a run would take at least this many seconds per program. Compiling takes
+# about 20 seconds and saves a quarter of the step time in bfloat16, and a tenth to a fifth in float32.
+COMPILE_SECONDS = {"bfloat16": 70, "float32": 140}
 CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores, divided by the model's width
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
 # A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
@@ -53,7 +52,6 @@ MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
 DEFAULT_CPU_FLOPS = 1e13  # FLOPs of a default run on a CPU, at 6 per parameter and token
-COMPILED_SPEEDUP = 1.3  # typical speed of compiled steps, relative to uncompiled ones
 EVALUATIONS = 20  # default number of evaluations
 # Examples are few and read often, so a run on them soon overfits. By default, it stops after this share of its steps
 # without improvement, and at least this many evaluations.
@@ -253,10 +251,10 @@ def plan(config: TrainConfig, facts: Facts) -> Recipe:
         return draft
     budget, tokens = divide_time(config, draft, facts.costs, config.minutes)
     draft = _plan_steps(config, facts, tokens)
-    planned = replace(config, minutes=None, compile="on" if draft.compile else "off")
+    planned = replace(config, minutes=None, steps=max(1, round(tokens / draft.batch_tokens)))
+    draft = _plan_steps(planned, facts, tokens)
+    planned = replace(planned, compile="on" if draft.compile else "off")
     if draft.compile:  # A compiled program has a fixed dropout and micro-batch, and another speed.
-        steps = max(1, round(tokens / draft.batch_tokens))
-        draft = _plan_steps(replace(planned, steps=steps), facts, tokens)
         if facts.compiled_costs is None:
             return draft
         dropout = config.dropout if config.teachers else draft.model.dropout
@@ -290,13 +288,12 @@ def count_teachers(config: TrainConfig, facts: Facts) -> int:
 
 
 def divide_time(config: TrainConfig, recipe: Recipe, costs: Costs, minutes: float) -> tuple[TimeBudget, float]:
-    """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Estimates the speed
-    of compiled steps from that of uncompiled ones. Raises `UserError` without enough time."""
-    token_seconds = costs.token / (COMPILED_SPEEDUP if recipe.compile and not costs.compiled else 1)
-    step_seconds = token_seconds * recipe.batch_tokens
+    """Divides the minutes of a run. Returns the budget and the number of training tokens that fit. Raises `UserError`
+    without enough time."""
+    step_seconds = costs.token * recipe.batch_tokens
     evals = 60 * minutes / step_seconds / recipe.eval_every if config.eval_every else EVALUATIONS
-    budget = TimeBudget.fitting(minutes, costs.elapsed, costs, evals)
-    return budget, budget.tokens(costs.elapsed, token_seconds, recipe.batch_tokens)
+    budget = TimeBudget.fitting(minutes, costs, evals)
+    return budget, budget.tokens(costs, recipe.batch_tokens)
 
 
 def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf) -> Recipe:
@@ -647,18 +644,15 @@ def auto_regularization(passes: float, tokens_per_parameter: float) -> tuple[flo
 
 def _should_compile(config: TrainConfig, recipe: Recipe, facts: Facts) -> bool:
     """Whether to compile. ``auto`` compiles long runs, and on a CPU only small models (benchmarks/defaults.md). It
-    excludes examples, because their lengths vary."""
-    if config.compile != "auto" or config.has_examples:
+    excludes examples, because their lengths vary. The steps of a run with ``--minutes`` decide once they are known."""
+    if config.compile != "auto" or config.has_examples or config.minutes is not None:
         return config.compile == "on"
-    model, dtype = recipe.model, facts.dtype
-    flops = count_flops(recipe)
     if facts.device == "cuda":
-        is_long = flops >= COMPILE_RUN_FLOPS if config.minutes is None else config.minutes >= COMPILE_MINUTES
-        return is_long and flops >= COMPILE_STEP_FLOPS * recipe.steps
-    if not recipe.compiles_whole_step(facts.device, facts.processes) or model.n_layer > MAX_COMPILED_LAYERS:
+        return count_flops(recipe) >= max(COMPILE_RUN_FLOPS, COMPILE_STEP_FLOPS * recipe.steps)
+    if not (facts.has_compiler and recipe.compiles_whole_step(facts.device, facts.processes)):
         return False
-    seconds = estimate_seconds(recipe, facts.device, dtype) if config.minutes is None else 60 * config.minutes
-    return seconds >= COMPILE_LAYER_SECONDS[dtype] * model.n_layer and facts.has_compiler
+    programs = 2 if recipe.own_teachers else 1  # The pupil's loss differs from the teachers'.
+    return estimate_seconds(recipe, facts.device, facts.dtype) >= programs * COMPILE_SECONDS[facts.dtype]
 
 
 def count_flops(recipe: Recipe) -> float:

@@ -1,5 +1,6 @@
 """Chooses the preset for ``--minutes``."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -25,6 +26,7 @@ MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
 MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
 TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
+TIMING_SHARE = 0.03  # share of the time after which no further step is timed
 
 Throughput = Callable[[str], float]
 
@@ -91,9 +93,10 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
     stepper = Stepper(Single(model, optimizer, compute), recipe)
     fit_micro_batch(stepper, T)
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, recipe.model.block_size))
-    for _ in range(TIMING_STEPS[0]):
+    seconds, max_seconds = list[float](), TIMING_SHARE * 60 * (config.minutes or math.inf)
+    while len(seconds) < 2 or (len(seconds) < sum(TIMING_STEPS) and sum(seconds) < max_seconds):
+        start = time.perf_counter()
         stepper.step(ids, ids, 0.0).read()
-    start = time.perf_counter()
-    for _ in range(TIMING_STEPS[1]):
-        stepper.step(ids, ids, 0.0).read()
-    return TIMING_STEPS[1] * batch / (time.perf_counter() - start)
+        seconds.append(time.perf_counter() - start)
+    timed = seconds[TIMING_STEPS[0] :] or seconds[1:]
+    return len(timed) * batch / sum(timed)

@@ -48,15 +48,15 @@ class TimeBudget:
     answers: Count = 0  # pairs per split to check for exact answers; 0 for the default
 
     @classmethod
-    def fitting(cls, minutes: float, elapsed: float, costs: Costs, evals: float) -> "TimeBudget":
-        """Plans a run of ``minutes``, with about ``evals`` evaluations if they fit, after ``elapsed`` seconds.
+    def fitting(cls, minutes: float, costs: Costs, evals: float) -> "TimeBudget":
+        """Plans a run of ``minutes``, with about ``evals`` evaluations if they fit.
 
         `OVERHEAD` is the share of the total for everything except steps. The time spent so far is subtracted from this
         share, but at least a quarter of the share is left for evaluations, samples, checkpoints and the final
         evaluation.
         """
         overhead = OVERHEAD * 60 * minutes
-        spare = max(overhead - elapsed, overhead / 4)
+        spare = max(overhead - costs.elapsed, overhead / 4)
         pauses = max(1.0, min(evals, spare / 4 / (costs.window + costs.save)))
         windows = min(costs.default_windows, int(spare / 4 / (pauses * costs.window)))
         samples = 4 * costs.sample <= spare / 4
@@ -83,20 +83,20 @@ class TimeBudget:
         left = self.total / 2 if teachers else self.total - self.end
         return max(left - elapsed, MIN_TRAINING * self.total) / max(1, teachers)
 
-    def tokens(self, elapsed: float, token_seconds: float, step_tokens: int) -> float:
-        """Estimates the training tokens. Raises `UserError` if the time has already passed, or is too short for
-        `MIN_STEPS` steps of ``step_tokens``."""
-        step, others = token_seconds * step_tokens, self.end + self.evaluations
-        spare = max(self.total - others - elapsed, MIN_TRAINING * self.total)
-        if elapsed > self.total or spare < MIN_STEPS * step:
-            minutes = GROWTH * (elapsed + others + MIN_STEPS * step) / 60
+    def tokens(self, costs: Costs, step_tokens: int) -> float:
+        """Estimates the training tokens. Raises `UserError` if the time is too short for `MIN_STEPS` steps of
+        ``step_tokens``. Once the step was compiled, a shorter run is better than none."""
+        step, others = costs.token * step_tokens, self.end + self.evaluations
+        spare = max(self.total - others - costs.elapsed, MIN_TRAINING * self.total)
+        if not costs.compiled and spare < MIN_STEPS * step:
+            minutes = GROWTH * (costs.elapsed + others + MIN_STEPS * step) / 60
             raise UserError(
-                f"there is no time to train: a step takes {step:.2g} s, and {elapsed:.0f} of {self.total:.0f} s have "
-                "passed",
+                f"there is no time to train: a step takes {step:.2g} s, and {costs.elapsed:.0f} of {self.total:.0f} s "
+                "have passed",
                 f"use at least --minutes {math.ceil(10 * minutes) / 10:g}, or a smaller --batch-tokens, --block-size "
                 "or model",
             )
-        return spare / token_seconds
+        return spare / costs.token
 
 
 class Clock:

@@ -58,6 +58,9 @@ def test_plan_for_gpt3_on_512_devices_fits(gpt: Gpt) -> None:
     out = gpt(*command).out
     assert f"--shard full --micro-batch {plan['micro_batch']} --recompute" in out
     assert "nothing fits" in out  # Nothing fits on a single device.
+    assert f"MFU: {plan['days']:.3g} days on 512 h100-80gb" in out
+    short = gpt("params", "gpt2", "--devices", "1", "--kind", "h100-80gb", "--tokens", "1e9").out
+    assert "MFU: 36 min 01 s on 1 h100-80gb" in short
     assert "617,558,016" in out  # The token embedding, in the parameter table
 
 

@@ -111,6 +111,19 @@ def test_size_is_limited_by_the_bytes_of_text() -> None:
         assert f"{SIZES[SIZES.index(name) + 1]} has" in why
 
 
+@pytest.mark.parametrize(("step_seconds", "steps"), [(0.01, 7), (0.5, 4), (60.0, 2)])
+def test_timing_takes_a_small_share_of_the_minutes(
+    step_seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock: list[float] = []
+    monkeypatch.setattr(size, "time", SimpleNamespace(perf_counter=lambda: sum(clock)))
+    done = SimpleNamespace(read=lambda: clock.append(step_seconds))
+    monkeypatch.setattr(size.Stepper, "step", lambda *args: done)
+    speed = measure_throughput("pico", TrainConfig(minutes=1.0), CPU)
+    assert speed == pytest.approx(1024 / step_seconds)
+    assert len(clock) == steps
+
+
 def test_sizes_out_of_reach_are_not_measured() -> None:
     measured_names: list[str] = []
     assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured_names))[0] == "pico"

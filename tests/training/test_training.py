@@ -225,6 +225,12 @@ def test_cosine_and_constant_schedules() -> None:
     assert lr_at(1, lr=2.0, warmup=0, steps=1, decay=0, schedule="cosine") == pytest.approx(0.2)
 
 
+SLOW = Costs(
+    token=0.0012, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500, elapsed=30.0
+)
+QUICK = dataclasses.replace(SLOW, token=1e-5, window=0.001, sample=0.1, save=0.05, all_windows=1000, elapsed=3.0)
+
+
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """A list of the shares of the time that have passed before the first step and after each step. It replaces the
@@ -232,7 +238,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     shares = [0.0]
     remaining = iter(shares)
     monkeypatch.setattr(Clock, "share", lambda clock: next(remaining))
-    monkeypatch.setattr(TimeBudget, "tokens", lambda budget, elapsed, token_seconds, step_tokens: 100.0 * step_tokens)
+    monkeypatch.setattr(TimeBudget, "tokens", lambda budget, costs, step_tokens: 100.0 * step_tokens)
     return shares
 
 
@@ -296,20 +302,36 @@ def test_timed_run_compiles_once(text: Path, monkeypatch: pytest.MonkeyPatch, sh
     assert [model.dropout for model in lookups] == [lookups[0].dropout] * 2  # for the measurement and for the run
 
 
-@pytest.mark.slow
-def test_minutes_decide_if_a_timed_run_compiles(
-    text: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+@pytest.mark.parametrize(
+    ("minutes", "slowness", "settings", "compiles"),
+    [
+        (1.0, 1, {}, False), (3.0, 1, {}, True), (3.0, 4, {}, False),  # Compiling also takes longer on a busy machine.
+        (3.0, 1, {"teachers": 4}, True), (2.0, 1, {}, True), (2.0, 1, {"teachers": 4}, False),  # Two programs.
+        (0.5, 9, {"compile": "on"}, True), (60.0, 1, {"compile": "off"}, False), (60.0, 1, {"preset": "small"}, False),
+    ],
+)  # fmt: skip
+def test_timed_run_compiles_if_that_pays_back(
+    minutes: float, slowness: float, settings: dict[str, Any], compiles: bool
 ) -> None:
-    """Whether to compile depends on the minutes, not on the 100 steps that fit."""
-    lookups: list[object] = []
-    monkeypatch.setattr(programs, "find", lambda key, *args: lookups.append(key))
-    monkeypatch.setattr(recipe, "compiles_by_default", lambda: True)
-    monkeypatch.setitem(recipe.CPU_FLOPS_PER_WIDTH, "float32", 1e-9)
-    assert recipe.plan(TrainConfig(**TINY, steps=100), facts(tokens=10**6, has_compiler=True)).compile
-    shares += [1.0]
-    timed, _ = train(text, minutes=1.0, dtype="float32", teachers=0)
-    assert not json.loads((timed.run / "run.json").read_text())["resolved"]["compile"]
-    assert not lookups
+    """``slowness`` is the measured time of a step, relative to two quiet cores."""
+    config = TrainConfig(**{"preset": "nano", "teachers": 0, "minutes": minutes, **settings})
+    known = facts(tokens=10**6, vocab_size=1024, dtype="bfloat16", has_compiler=True)
+    draft = recipe.plan(config, known)
+    token = slowness * recipe.estimate_seconds(draft, "cpu", "bfloat16") / draft.tokens(draft.steps)
+    costs = dataclasses.replace(QUICK, token=token or 1e-3, elapsed=5.0)
+    plan = recipe.plan(config, dataclasses.replace(known, costs=costs))
+    assert plan.compile == compiles
+    assert (plan.budget is None) == compiles  # The speed of the program is still to be measured.
+
+
+def test_slow_compilation_leaves_a_shorter_run() -> None:
+    """No error ends a run that compiled for longer than its minutes."""
+    costs = dataclasses.replace(QUICK, elapsed=600.0, compiled=True)
+    known = facts(tokens=10**6, costs=dataclasses.replace(QUICK, elapsed=5.0), compiled_costs=costs, has_compiler=True)
+    plan = recipe.plan(TrainConfig(minutes=5.0, compile="on", teachers=0), known)
+    assert plan.budget
+    assert plan.compile
+    assert 1 <= plan.steps <= 0.1 * 300 / (QUICK.token * plan.batch_tokens) + 1
 
 
 def test_final_evaluation_ends_at_the_deadline(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,32 +347,32 @@ def test_final_evaluation_ends_at_the_deadline(text: Path, monkeypatch: pytest.M
 
 def test_time_budget_determines_the_tokens() -> None:
     budget = TimeBudget(total=100.0, evaluations=10.0, end=5.0)
-    assert budget.tokens(10.0, 0.01, 10) == pytest.approx(7500)  # 90 s minus 5 s at the end and 10 s of evaluations
+    costs = dataclasses.replace(QUICK, token=0.01, elapsed=10.0)
+    assert budget.tokens(costs, 10) == pytest.approx(7500)  # 90 s minus 5 s at the end and 10 s of evaluations
     assert budget.training_seconds(10.0) == 85
     assert budget.training_seconds(99.0) == 10  # Getting ready took too long.
-    for elapsed, step_tokens in ((100.5, 10), (84.8, 1000)):
+    late = dataclasses.replace(costs, elapsed=100.5)
+    assert budget.tokens(late, 10) == pytest.approx(1000)  # A busy machine tokenized and measured slowly.
+    for elapsed, step_tokens in ((100.5, 1000), (84.8, 1000)):
         with pytest.raises(gpt.UserError, match="no time to train") as error:
-            budget.tokens(elapsed, 0.01, step_tokens)
+            budget.tokens(dataclasses.replace(costs, elapsed=elapsed), step_tokens)
         minutes = float(error.value.hint.split()[4].rstrip(","))
         assert minutes > 100 / 60
-        dataclasses.replace(budget, total=60 * minutes).tokens(elapsed, 0.01, step_tokens)
-
-
-SLOW = Costs(token=0.0012, window=2.0, sample=4.0, save=1.0, default_windows=32, all_windows=110, pairs=500)
+        longer = dataclasses.replace(budget, total=60 * minutes)
+        longer.tokens(dataclasses.replace(costs, elapsed=elapsed), step_tokens)
 
 
 def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     """A large model on a slow machine gets fewer evaluations and no samples."""
-    budget = TimeBudget.fitting(5, elapsed=30.0, costs=SLOW, evals=20)
+    budget = TimeBudget.fitting(5, SLOW, evals=20)
     assert 30 + budget.evaluations + budget.end <= 0.2 * 300
-    assert budget.tokens(30.0, SLOW.token, 1000) >= 0.8 * 300 / 0.0012
+    assert budget.tokens(SLOW, 1000) >= 0.8 * 300 / 0.0012
     assert (budget.pauses, budget.windows, budget.last_windows, budget.samples) == (3, 1, 2, False)
     # More than a fifth of the time is already spent.
-    late = TimeBudget.fitting(5, elapsed=90.0, costs=SLOW, evals=20)
+    late = TimeBudget.fitting(5, dataclasses.replace(SLOW, elapsed=90.0), evals=20)
     assert late.evaluations + late.end <= 0.2 * 300 / 2
     assert late.windows == late.last_windows == 1
-    fast = dataclasses.replace(SLOW, token=1e-5, window=0.001, sample=0.1, save=0.05, all_windows=1000)
-    uncut = TimeBudget.fitting(1, elapsed=3.0, costs=fast, evals=20)
+    uncut = TimeBudget.fitting(1, QUICK, evals=20)
     assert (uncut.pauses, uncut.windows, uncut.last_windows, uncut.samples) == (20, 32, 1000, True)
 
 
@@ -713,16 +735,16 @@ def test_dropout_and_weight_decay_follow_from_epochs(settings: dict[str, Any], e
     ("settings", "in_bfloat16", "in_float32"),
     [
         ({}, True, True), ({"steps": 1000}, False, False), ({"steps": 1000, "compile": "on"}, True, True),
-        ({"compile": "off"}, False, False), ({"minutes": 0.9}, False, False), ({"minutes": 1.0}, True, False),
-        ({"minutes": 2.4}, True, True), ({"recompute": True}, False, False), ({"shard": "full"}, False, False),
-        ({"preset": "small", "minutes": 60.0}, False, False),
-        ({"preset": "mini", "minutes": 1.0}, False, False), ({"preset": "mini", "minutes": 4.0}, True, True),
+        ({"compile": "off"}, False, False), ({"minutes": 60.0}, False, False),  # Its speed is not known yet.
+        ({"recompute": True}, False, False), ({"shard": "full"}, False, False),
+        ({"teachers": 4, "steps": 2000}, False, False), ({"teachers": 4, "steps": 4000}, True, True),
+        ({"preset": "small", "steps": 10**6}, False, False),
     ],
 )  # fmt: skip
 def test_cpu_compilation_depends_on_length_size_and_dtype(
     settings: dict[str, Any], in_bfloat16: bool, in_float32: bool
 ) -> None:
-    """A model of four blocks is compiled if its run takes at least 56 seconds in bfloat16, or 140 in float32."""
+    """The steps of a run are compiled if they take at least 70 seconds in bfloat16, or 140 in float32."""
     for has_compiler in (True, False):
         for dtype, compiles in (("bfloat16", in_bfloat16), ("float32", in_float32)):
             known = facts(tokens=10**6, dtype=dtype, has_compiler=has_compiler)
@@ -735,10 +757,8 @@ def test_cpu_compilation_depends_on_length_size_and_dtype(
     [
         ({"steps": 100}, True),  # 124 million parameters and 52 million tokens
         ({"steps": 50}, False),
-        ({"minutes": 5.0}, True),
-        ({"minutes": 4.9}, False),  # A run of the initially guessed 1,000 steps would be compiled.
-        ({"minutes": 4.9, "compile": "on"}, True),
-        ({"preset": "nano", "minutes": 60.0}, False),
+        ({"steps": 50, "compile": "on"}, True),
+        ({"preset": "nano", "steps": 10**6}, False),
     ],
 )
 def test_gpu_compiles_long_runs_of_large_models(settings: dict[str, Any], compiles: bool) -> None:
