@@ -2,8 +2,8 @@
 
     python docs/pages.py TEXT [RUNS]
 
-TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, waves, bands), to skip their training. Needs
-the dev extra and Chromium.
+TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, gpt2, waves, bands), to skip their training.
+Needs the dev extra and Chromium.
 """
 
 import contextlib
@@ -22,33 +22,35 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
-BOOK, CHAT, WAVES, BANDS = "runs/book", "runs/chat", "runs/waves", "runs/bands"
+BOOK, CHAT, GPT2, WAVES, BANDS = "runs/book", "runs/chat", "runs/gpt2", "runs/waves", "runs/bands"
 TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# The tutorial's runs; one for a step, with sinusoidal positions; one with a window of four tokens in layers 1 and 3.
+# The tutorial's runs; the GPT-2 of model.md; one for a step, with sinusoidal positions; one with a window of four tokens in
+# layers 1 and 3.
 TRAIN_COMMANDS: dict[str, list[str]] = {
     BOOK: ["book.txt"],
     CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
-    WAVES: ["book.txt", "--positions", "sinusoidal", "--steps", "1"],
-    BANDS: ["book.txt", "--arch", "modern", "--window", "4", "--minutes", "1"],
+    GPT2: ["book.txt", "--arch", "gpt2", "--block-size", "64"],
+    WAVES: ["book.txt", "--arch", "gpt2", "--block-size", "64", "--positions", "sinusoidal", "--steps", "1"],
+    BANDS: ["book.txt", "--window", "4", "--minutes", "1"],
 }
 # Commands that draw a picture with `-o FILE.png`.
 PICTURE_COMMANDS: dict[str, list[str]] = {
-    "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
-    "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
-    "learned": ["inspect", "positions", "-m", BOOK],
+    "tokens": ["tokenizer", "encode", "--show", "-m", GPT2, PROMPT],
+    "neighbors": ["inspect", "neighbors", "-m", GPT2, "king", "love", "-k", "6"],
+    "learned": ["inspect", "positions", "-m", GPT2],
     "waves": ["inspect", "positions", "-m", WAVES],
-    "head": ["inspect", "attention", "-m", BOOK, PROMPT, "--layer", LAYER_AND_HEAD[0], "--head", LAYER_AND_HEAD[1]],
-    "heads": ["inspect", "attention", "-m", BOOK, PROMPT],
+    "head": ["inspect", "attention", "-m", GPT2, PROMPT, "--layer", LAYER_AND_HEAD[0], "--head", LAYER_AND_HEAD[1]],
+    "heads": ["inspect", "attention", "-m", GPT2, PROMPT],
     "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
 }
 # Commands that write a page with `-o FILE.html`, for screenshots.
 PAGE_COMMANDS: dict[str, list[str]] = {
-    "attention": ["inspect", "attention", "-m", BOOK, PROMPT],
-    "params": ["params", BOOK],
-    "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
+    "attention": ["inspect", "attention", "-m", GPT2, PROMPT],
+    "params": ["params", GPT2],
+    "shares": ["params", GPT2, "gpt2", "gpt3-175b"],
     "report": ["report", BOOK],
     "exported": ["export", "-m", BOOK, "--title", "A little Shakespeare"],
 }
