@@ -27,8 +27,8 @@ TUTORIAL = Path(__file__).resolve().parent / "tutorial.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# The tutorial's runs; the GPT-2 of model.md; one for a step, with sinusoidal positions; one with a window of four tokens in
-# layers 1 and 3.
+# The tutorial's runs; the GPT-2 of model.md; one for a step, with sinusoidal positions; one with a window of four
+# tokens in layers 1 and 3.
 TRAIN_COMMANDS: dict[str, list[str]] = {
     BOOK: ["book.txt"],
     CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
