@@ -302,7 +302,7 @@ def make_gpt_step(case: Case) -> tuple[Callable[[], float], dict[str, Any]]:
     shape = SHAPES[case.shape]
     config = TrainConfig(
         preset=shape.preset, block_size=shape.block_size, batch_tokens=shape.batch_tokens, optimizer=case.optimizer,
-        steps=1000, dropout=0.0, compile=case.compile,
+        arch="gpt2", steps=1000, dropout=0.0, compile=case.compile,
     )  # fmt: skip
     compute = pick(config.device, config.dtype, training=True)
     vocab_size = 128 if case.shape == "tiny" else find_preset(shape.preset).model.vocab_size

@@ -480,16 +480,16 @@ def main() -> None:
             if main_model.model.config.block_size < 2 * GREEDY:
                 sys.exit(f"the model's context is shorter than {2 * GREEDY}")
         else:
-            main_model = train_model(file, place / "main", 300, vocab_size=1024)
+            main_model = train_model(file, place / "main", 300, arch="gpt2", vocab_size=1024)
         models = {
             "trained vocabulary": main_model,
-            "bytes": train_model(file, place / "bytes", 800, tokenizer="bytes"),
-            "Qwen3's layout": train_model(file, place / "modern", 300, arch="modern", vocab_size=1024),
+            "bytes": train_model(file, place / "bytes", 800, arch="gpt2", tokenizer="bytes"),
+            "Qwen3's layout": train_model(file, place / "modern", 300, vocab_size=1024),
         }
         try:
             gpt2_tokenizer()
             models["GPT-2's vocabulary"] = train_model(
-                file, place / "gpt2", 500, tokenizer="gpt2", n_embd=64, batch_tokens=256
+                file, place / "gpt2", 500, arch="gpt2", tokenizer="gpt2", n_embd=64, batch_tokens=256
             )
         except WorkError as error:
             print(f"Skipped GPT-2's vocabulary: {error}")

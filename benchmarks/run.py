@@ -29,7 +29,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.results import SCRIPTS, Table, measured, median_seconds, output, write_section
 from gpt.config.device import keep_freed_memory, pick
-from gpt.config.model import PRESETS, GPTConfig, find_preset
+from gpt.config.model import ARCHITECTURES, PRESETS, GPTConfig, find_preset
 from gpt.config.train import Optimizer, TrainConfig
 from gpt.documents import catalogue
 from gpt.model.decoder import GPT
@@ -211,7 +211,7 @@ def measure_steps() -> Content:
     rows: list[list[str]] = []
     for name, rounds in ROUNDS.items():
         preset = PRESETS.get(name)
-        config = replace(preset.model, dropout=0.0) if preset else GPTConfig(**RECIPE)
+        config = replace(preset.model, dropout=0.0, **ARCHITECTURES["gpt2"]) if preset else GPTConfig(**RECIPE)
         count = preset.batch_tokens // config.block_size if preset else ROWS
         systems: dict[str, Callable[[], object]] = {
             "`gpt train`, Muon": make_gpt_step(config, count, "muon", False),
@@ -401,8 +401,8 @@ def compare_optimizers(shakespeare: Path) -> Content:
         nats, seconds = [], []
         for seed in SEEDS:
             result = train(
-                str(text), Path(place), "--val-text", str(held_out), "--preset", "nano", "--optimizer", kind,
-                "--steps", str(steps), "--seed", str(seed), "--sample-every", "0",
+                str(text), Path(place), "--val-text", str(held_out), "--arch", "gpt2", "--preset", "nano",
+                "--optimizer", kind, "--steps", str(steps), "--seed", str(seed), "--sample-every", "0",
             )  # fmt: skip
             nats.append(result["bits_per_byte"] * math.log(2))
             seconds.append(result["tokens_seen"] / result["tokens_per_second"])

@@ -2,7 +2,7 @@
 
     python docs/pages.py TEXT [RUNS]
 
-TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, bands), to skip their training. Needs
+TEXT is tinyshakespeare. RUNS is a folder with finished runs (book, chat, gpt2, bands), to skip their training. Needs
 the dev extra and Chromium.
 """
 
@@ -22,25 +22,26 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 PICTURES = Path(__file__).resolve().parent / "pictures"
-BOOK, CHAT, BANDS = "runs/book", "runs/chat", "runs/bands"
+BOOK, CHAT, GPT2, BANDS = "runs/book", "runs/chat", "runs/gpt2", "runs/bands"
 TUTORIAL = Path(__file__).resolve().parent / "tutorial-chat.md"
 PROMPT = "The king is dead, and the king's son is"
 LAYER_AND_HEAD = ("2", "0")
 QUESTION = "Who are you?"
-# The tutorial's runs, and one with a window of four tokens in layers 1 and 3.
+# The tutorial's runs; the GPT-2 of model.md; one with a window of four tokens in layers 1 and 3.
 TRAIN_COMMANDS: dict[str, list[str]] = {
     BOOK: ["book.txt"],
     CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
-    BANDS: ["book.txt", "--arch", "modern", "--window", "4", "--minutes", "1"],
+    GPT2: ["book.txt", "--arch", "gpt2", "--block-size", "64"],
+    BANDS: ["book.txt", "--window", "4", "--minutes", "1"],
 }
 # Commands that write a page with `-o FILE.html`, for screenshots.
 PAGE_COMMANDS: dict[str, list[str]] = {
-    "tokens": ["tokenizer", "encode", "--show", "-m", BOOK, PROMPT],
-    "neighbors": ["inspect", "neighbors", "-m", BOOK, "king", "love", "-k", "6"],
+    "tokens": ["tokenizer", "encode", "--show", "-m", GPT2, PROMPT],
+    "neighbors": ["inspect", "neighbors", "-m", GPT2, "king", "love", "-k", "6"],
     "bands": ["inspect", "attention", "-m", BANDS, PROMPT],
-    "attention": ["inspect", "attention", "-m", BOOK, PROMPT],
-    "params": ["params", BOOK],
-    "shares": ["params", BOOK, "gpt2", "gpt3-175b"],
+    "attention": ["inspect", "attention", "-m", GPT2, PROMPT],
+    "params": ["params", GPT2],
+    "shares": ["params", GPT2, "gpt2", "gpt3-175b"],
     "report": ["report", BOOK],
     "exported": ["export", "-m", BOOK, "--title", "A little Shakespeare"],
 }

@@ -155,7 +155,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return result.run
 
 
-TINY = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "sample_every": 0}
+TINY = {
+    "arch": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 32, "batch_tokens": 256, "sample_every": 0,
+}  # fmt: skip
 FAST: dict[str, Any] = {**TINY, "dtype": "float32", "vocab_size": 400}
 
 

@@ -205,12 +205,12 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # Shapes of GPT-2 are from Radford et al. 2019, table 2. Shapes, batch sizes and learning rates of GPT-3 are from Brown
 # et al. 2020, table 2.1; GPT-2 uses the batch and learning rate of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
-    "pico": _gpt2(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
-    "nano": _gpt2(4, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
-    "tiny": _gpt2(4, 6, 192, 64, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
-    "micro": _gpt2(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
-    "mini": _gpt2(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
-    "small": _gpt2(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
+    "pico": _modern(2, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
+    "nano": _modern(4, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
+    "tiny": _modern(4, 6, 192, 128, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
+    "micro": _modern(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
+    "mini": _modern(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
+    "small": _modern(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
     "gpt2": _gpt2(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),
     "gpt2-medium": _gpt2(24, 16, 1024, 1024, GPT2_VOCAB, 524_288, 3e-4),
     "gpt2-large": _gpt2(36, 20, 1280, 1024, GPT2_VOCAB, 524_288, 2.5e-4),
@@ -223,10 +223,6 @@ PRESETS: dict[str, Preset] = {
     "gpt3-6.7b": _gpt2(32, 32, 4096, 2048, GPT2_VOCAB, 2_097_152, 1.2e-4),
     "gpt3-13b": _gpt2(40, 40, 5120, 2048, GPT2_VOCAB, 2_097_152, 1e-4, _13B),
     "gpt3-175b": _gpt2(96, 96, 12288, 2048, GPT2_VOCAB, 3_145_728, 6e-5),
-    "modern-5m": _modern(6, 4, 256, 256, 2048, 8192, 2e-3, "for a book, on a laptop"),
-    "modern-16m": _modern(8, 6, 384, 512, 8192, 32_768, 1e-3, "for tens of megabytes", n_kv_head=2),
-    "modern-41m": _modern(12, 8, 512, 1024, 16_384, 131_072, 1e-3, "for hundreds of megabytes, on a GPU", n_kv_head=4),
-    "modern-176m": _modern(24, 12, 768, 2048, 32_768, 524_288, 6e-4, "for gigabytes, on a GPU", n_kv_head=4),
     # Shapes from the Hub's config.json, with batch and learning rate of the nearest GPT-3 model.
     "smollm2-135m": _llama(
         30, 9, 576, 8192, 49_152, 524_288, 6e-4, n_kv_head=3, n_inner=1536, rope_base=100_000.0,

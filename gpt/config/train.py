@@ -49,11 +49,11 @@ class TrainConfig(TextConfig):
         level="basic",
     )  # fmt: skip
     arch: Arch | None = _model(
-        None, "gpt2: exactly GPT-2 and GPT-3; modern: Qwen3's layout, for a lower loss in equal time",
-        shown="gpt2; modern for modern-… presets",
+        None, "modern: Qwen3's layout, for a lower loss in equal time; gpt2: exactly GPT-2 and GPT-3",
+        shown="the preset's: gpt2 for gpt2… and gpt3…, modern for the rest",
     )  # fmt: skip
     positions: Positions | None = _model(
-        None, "Position encoding; --arch modern takes only rotary", shown="learned; rotary with --arch modern"
+        None, "Position encoding; --arch modern takes only rotary", shown="rotary; learned with --arch gpt2"
     )
     n_layer: int | None = _model(None, "Transformer blocks", shown="from the preset", low=1)
     n_head: int | None = _model(None, "Attention heads per block", shown="from the preset", low=1)
@@ -64,9 +64,7 @@ class TrainConfig(TextConfig):
         None, "Sliding window, in tokens, of layers 1, 3, 5 …, like GPT-3's banded attention", low=1
     )
     n_embd: int | None = _model(None, "Embedding width; a multiple of --n-head", shown="from the preset", low=1)
-    block_size: int | None = _model(
-        None, "Context length in tokens", shown="from the preset; at least 128 with RoPE", low=1
-    )
+    block_size: int | None = _model(None, "Context length in tokens", shown="from the preset", low=1)
     dropout: float | None = _model(
         None, "Dropout rate", shown="set by the number of passes over the text; 0 with --init or teachers", low=0
     )

@@ -23,12 +23,11 @@ MATMUL_QUERIES = 128  # Queries per call, and minimum queries, of bfloat16 matmu
 
 @dataclass(frozen=True)
 class TracedInputs:
-    """Values that a traced step takes as inputs, instead of random numbers, masks and `MATMUL_ROWS`."""
+    """Values that a traced step takes as inputs, instead of random numbers and masks."""
 
     dropout_masks: Iterator[Tensor]  # masks in call order
     causal_bias: Tensor  # result of `bias` without a window
     window_bias: Tensor  # result of `bias` with the model's window
-    batch_rows: int  # sequences per attention call
 
 
 _traced: TracedInputs | None = None  # Set while a step is being traced.
@@ -182,7 +181,8 @@ def attend(
     is_causal_on_cpu, grad_enabled = q.device.type == "cpu" and mask is None and T > 1, torch.is_grad_enabled()
     hidden = None if documents is None else documents[:, None, :, None] != documents[:, None, None, :]  # (B, 1, T, T)
     if is_causal_on_cpu and grad_enabled and S <= MAX_MATMUL_POSITIONS:
-        rows_per_call = MATMUL_ROWS if _traced is None else _traced.batch_rows
+        # Inductor's bfloat16 programs gave NaN for two or more calls (torch 2.13.0, AMX).
+        rows_per_call = MATMUL_ROWS if _traced is None else q.size(0)
         batches = [slice(at, at + rows_per_call) for at in range(0, q.size(0), rows_per_call)]
         parts = [(q[at], k[at], v[at], dropout, window, None if hidden is None else hidden[at]) for at in batches]
         return torch.cat([_attend_by_matmul(*part) for part in parts])

@@ -226,7 +226,6 @@ def cache_bytes(config: GPTConfig, positions: int, width: int) -> int:
 
 
 def nearest_preset(config: GPTConfig) -> str:
-    """Returns the name of the GPT-2 or GPT-3 preset nearest in size. Callers use its batch size and learning rate."""
+    """Returns the name of the preset nearest in size. Callers use its batch size and learning rate."""
     size = breakdown(config).trainable
-    sizes = [name for name, preset in PRESETS.items() if preset.model.layout == "gpt2"]
-    return min(sizes, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))
+    return min(PRESETS, key=lambda name: abs(math.log(breakdown(PRESETS[name].model).trainable / size)))

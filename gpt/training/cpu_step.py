@@ -20,7 +20,6 @@ from gpt.model.decoder import GPT
 from gpt.system import programs
 
 GELU_COEFFICIENTS = (0.7978845608028654, 0.044715)  # √(2/π) and the coefficient of x³ in GELU's tanh form
-SCORES_PER_CALL = 2**20  # attention scores that fit into the CPU's cache
 
 
 class GradientProgram:
@@ -100,7 +99,7 @@ def _trace_graph(
             return embeddings[0]
 
         tensors_by_name = dict(zip([*names, *buffers], [*params, *tables], strict=True))
-        traced_inputs = kernels.TracedInputs(items, causal, windowed, _rows_per_call(config))
+        traced_inputs = kernels.TracedInputs(items, causal, windowed)
         with kernels.tracing(traced_inputs), compute.autocast(), model.wte.register_forward_hook(look_up):
             mean_loss: Tensor = torch.func.functional_call(objective, tensors_by_name, (x, y, *lesson)) / n_targets
         return [mean_loss.detach(), *torch.autograd.grad(mean_loss, [*embeddings, *params], materialize_grads=True)]
@@ -126,16 +125,9 @@ def _dropout_sizes(config: GPTConfig, rows: int) -> list[int]:
     """Sizes of the dropout masks: embedding, then each block's attention weights, attention output and MLP output."""
     if not config.dropout:
         return []
-    T, chunk = config.block_size, _rows_per_call(config)
-    hidden = rows * T * config.n_embd
-    attention = [min(chunk, rows - row) * config.n_head * T * T for row in range(0, rows, chunk)]
-    return [hidden] + config.n_layer * [*(attention if T <= kernels.MAX_MATMUL_POSITIONS else []), hidden, hidden]
-
-
-def _rows_per_call(config: GPTConfig) -> int:
-    """The number of sequences per attention call. For short sequences, it is larger than in eager mode, because a
-    smaller graph compiles faster."""
-    return max(kernels.MATMUL_ROWS, SCORES_PER_CALL // (config.n_head * config.block_size**2))
+    T = config.block_size
+    hidden, attention = rows * T * config.n_embd, rows * config.n_head * T * T
+    return [hidden] + config.n_layer * [*([attention] if T <= kernels.MAX_MATMUL_POSITIONS else []), hidden, hidden]
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:

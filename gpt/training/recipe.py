@@ -26,7 +26,6 @@ DECAY_SHARE = 0.5  # default share of the steps in which the linear schedule dec
 # From 300 r passes, dropout is added if weight decay has reached 1 (benchmarks/defaults.md).
 MAX_DECAY_PASSES, MAX_DECAY_RATIO, DROPOUT_RATIO, DROPOUT = 12, 80, 300, 0.1
 TAUGHT_DECAY = 0.3  # weight decay with teachers
-MIN_ROPE_CONTEXT = 128  # minimum default context of RoPE models
 MUON_FACTOR = 2  # Muon's learning rate relative to AdamW's, measured on nano (benchmarks/defaults.md).
 # On a GPU, ``auto`` compiles a run from this many FLOPs (two minutes at a third of an H100's peak), if its steps have
 # this many. The host limits smaller steps: on an H200, a step of `nano` takes 13.4 ms eager and 16.0 compiled.
@@ -222,16 +221,7 @@ def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTCo
     fine-tuning."""
     if start is not None:
         return finetune.training_shape(config, start).block_size
-    return choose_context(config, find_preset(preset_name(config, n_bytes, device)).model)
-
-
-def choose_context(config: TrainConfig, shape: GPTConfig) -> int:
-    """The context of a model with the preset's ``shape``, unless the user set it. A table of learned positions is
-    learned slowly, so only RoPE models get at least `MIN_ROPE_CONTEXT`."""
-    if config.block_size is not None or config.init is not None:
-        return config.block_size or shape.block_size
-    is_rotary = config.new_model(shape, shape.vocab_size, shape.block_size).positions == "rotary"
-    return max(shape.block_size, MIN_ROPE_CONTEXT if is_rotary else 0)
+    return config.block_size or find_preset(preset_name(config, n_bytes, device)).model.block_size
 
 
 def plan(config: TrainConfig, facts: Facts) -> Recipe:
@@ -392,7 +382,7 @@ def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
             "single run would read the text too often to learn more from it (--teachers 0 turns this off)"
         )
     shape = facts.base and finetune.training_shape(config, facts.base)
-    context = choose_context(config, shape or find_preset(recipe.preset).model)
+    context = config.block_size or (shape or find_preset(recipe.preset).model).block_size
     if shape and facts.base and config.block_size is None and context < facts.base.block_size:
         lines.append(
             f"training on sequences of {context:,} tokens; the model's context is {facts.base.block_size:,} "
@@ -454,7 +444,7 @@ def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: tuple[GPTCo
 
 def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int) -> GPTConfig:
     shape = preset.model
-    block_size = min(choose_context(config, shape), n_tokens)
+    block_size = min(config.block_size or shape.block_size, n_tokens)
     if config.init is not None:
         return replace(shape, block_size=block_size, dropout=config.dropout or 0.0)
     return config.new_model(shape, vocab_size, block_size)
@@ -465,7 +455,7 @@ def _batch_rows(config: TrainConfig, preset: Preset, row_tokens: float, pairs: b
     one context, because the lengths of its two answers vary. Raises `UserError` if the
     user's batch of text is not a multiple of the requested context. Rounds the batch if a short text reduced the
     context."""
-    batch_tokens, context = config.batch_tokens, choose_context(config, preset.model)
+    batch_tokens, context = config.batch_tokens, config.block_size or preset.model.block_size
     if not pairs and batch_tokens is not None and batch_tokens % context:
         lower, upper = batch_tokens // context * context, -(-batch_tokens // context) * context
         message = f"batch-tokens {batch_tokens:,} is not a multiple of the context, {context:,}"

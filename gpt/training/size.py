@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from gpt.config.device import Compute
-from gpt.config.model import Arch, find_preset
+from gpt.config.model import find_preset
 from gpt.config.train import TrainConfig
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
@@ -20,9 +20,8 @@ from gpt.training.strategy import Single
 
 SIZES = ("pico", "nano", "tiny", "micro", "mini", "small", "gpt2")
 # A preset beats the next smaller one from this many training tokens and bytes of text per parameter, measured without
-# compiling. `nano` needs no minimum of text (benchmarks/defaults.md).
-MIN_TOKENS, MIN_BYTES = 1.0, 0.4
-MIN_NANO_TOKENS: dict[Arch, float] = {"gpt2": 3.0, "modern": 1.5}
+# compiling. `nano` needs more tokens and no minimum of text (benchmarks/defaults.md).
+MIN_TOKENS, MIN_NANO_TOKENS, MIN_BYTES = 1.0, 1.5, 0.4
 MAX_SPEEDUP = 3.0  # maximum ratio of a larger model's FLOP/s to a smaller one's
 MAX_TIMED_TOKENS = 65_536  # maximum tokens per step while throughput is measured
 TIMING_STEPS = (3, 4)  # warmup steps (allocation, kernel loading, graph capture), and timed steps
@@ -44,23 +43,18 @@ def preset_for_minutes(
         return processes * measure_throughput(name, config, compute)
 
     minutes = config.minutes / (2 if config.teachers else 1)
-    name, reason = largest_preset(minutes, n_bytes, config.arch or "gpt2", measure)
+    name, reason = largest_preset(minutes, n_bytes, measure)
     note(f"size {name}: {reason}")
     return replace(config, preset=name)
 
 
-def find_minimums(name: str, arch: Arch) -> tuple[float, float]:
-    """Returns a preset's minimum tokens and bytes of text per parameter."""
-    return (MIN_NANO_TOKENS[arch], 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
-
-
-def largest_preset(minutes: float, n_bytes: int, arch: Arch, measure: Throughput) -> tuple[str, str]:
+def largest_preset(minutes: float, n_bytes: int, measure: Throughput) -> tuple[str, str]:
     """Returns the largest preset with enough time and text, and the reason. ``measure`` returns tokens per second."""
     preset, *candidates = SIZES
     throughput = measure(preset)
     for name in candidates:
         n, smaller = parameters(name), parameters(preset)
-        min_tokens, min_bytes = find_minimums(name, arch)
+        min_tokens, min_bytes = (MIN_NANO_TOKENS, 0.0) if name == "nano" else (MIN_TOKENS, MIN_BYTES)
         if n * min_bytes > n_bytes:
             return preset, f"{name} has {n:,} parameters, more than {1 / min_bytes:g} per byte of text"
         seconds = min_tokens * n / (MAX_SPEEDUP * throughput * smaller / n)  # a lower bound

@@ -158,7 +158,7 @@ def test_long_streams_are_cut_into_pieces(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_size_decides_the_dtype() -> None:
-    assert html.default_dtype(PRESETS["modern-16m"].model) == "float16"
+    assert html.default_dtype(PRESETS["mini"].model) == "float16"
     assert html.default_dtype(PRESETS["gpt2"].model) == "int8"
     source = lambda name: SourceModel(Path(), PRESETS[name].model, bytes_tokenizer(), {})
     html.check(source("gpt2"), "float32")

@@ -235,13 +235,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LanguageM
 
 
 MODELS: dict[str, dict[str, Any]] = {
-    "learnt": {"vocab_size": 600},
-    "bytes": {"tokenizer": "bytes"},
-    "modern": {"arch": "modern", "vocab_size": 600},
+    "gpt2": {"arch": "gpt2", "vocab_size": 600},
+    "bytes": {"arch": "gpt2", "tokenizer": "bytes"},
+    "modern": {"vocab_size": 600},
 }
 
 
-@pytest.mark.parametrize("name", ["learnt", "modern", more("bytes")])
+@pytest.mark.parametrize("name", ["gpt2", "modern", more("bytes")])
 def test_llama_cpp_generates_the_same_greedy_texts(
     name: str, trained: Callable[..., LanguageModel], tmp_path: Path
 ) -> None:
@@ -257,7 +257,7 @@ def test_llama_cpp_generates_the_same_greedy_texts(
 
 
 def test_llama_cpp_computes_the_same_losses_and_logprobs(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
-    model = trained("learnt", **MODELS["learnt"])
+    model = trained("gpt2", **MODELS["gpt2"])
     windows = llama_cpp.text_windows(model, TEXT)[:1]
     for kind, tolerance in (("f32", 2e-4), ("f16", 5e-4), ("q8_0", 5e-3), ("q4_0", 5e-3)):
         with LlamaCpp(llama_cpp.export_model(model, tmp_path / f"{kind}.gguf", dtype=kind)) as server:
@@ -274,5 +274,5 @@ def test_llama_cpp_computes_the_same_losses_and_logprobs(trained: Callable[..., 
 
 
 def test_llama_cpp_reads_a_file_with_phi3_in_its_name(trained: Callable[..., LanguageModel], tmp_path: Path) -> None:
-    with LlamaCpp(llama_cpp.export_model(trained("learnt", **MODELS["learnt"]), tmp_path / "my-Phi3.gguf")) as server:
+    with LlamaCpp(llama_cpp.export_model(trained("gpt2", **MODELS["gpt2"]), tmp_path / "my-Phi3.gguf")) as server:
         assert server.ids("a")

@@ -57,12 +57,12 @@ def preset_shape(preset: str = "gpt2", **changes: Any) -> GPTConfig:
     return replace(PRESETS[preset].model, **changes)
 
 
-MODERN = ARCHITECTURES["modern"]
+GPT2, MODERN = ARCHITECTURES["gpt2"], ARCHITECTURES["modern"]
 LLAMA = MODERN | {"qk_norm": False}
 KINDS: dict[str, dict[str, Any]] = {
-    "gpt2": {},
-    "gpt2, rotary": {"positions": "rotary"},
-    "gpt2, windows": {"window": 10},
+    "gpt2": GPT2,
+    "gpt2, rotary": GPT2 | {"positions": "rotary"},
+    "gpt2, windows": GPT2 | {"window": 10},
     "modern": MODERN,
     "shared heads": MODERN | {"n_kv_head": 2},
     "windows": MODERN | {"n_kv_head": 2, "window": 10},
@@ -190,8 +190,8 @@ CASES = {
     "chunks": (preset_shape(n_layer=2), Setup(4, True, loss_chunk=512), 8),
     "parameters alone": (preset_shape(n_layer=2, block_size=64), Setup(1, True, optimizer="adamw"), 2),
     "a small vocabulary": (preset_shape("mini", n_layer=3, vocab_size=300), Setup(16, True), 32),
-    "modern, again": (preset_shape("modern-16m", n_layer=3, vocab_size=300), Setup(16, True, recompute=True), 32),
-    "windows": (preset_shape("modern-16m", n_layer=2, vocab_size=300, window=64), Setup(4, True), 8),
+    "modern, again": (preset_shape("small", n_layer=3, vocab_size=300), Setup(16, True, recompute=True), 32),
+    "windows": (preset_shape("small", n_layer=2, vocab_size=300, window=64), Setup(4, True), 8),
     "llama": (preset_shape("smollm2-135m", n_layer=2, block_size=256, tied=False), Setup(2, True), 4),
     "adapters": with_adapters(preset_shape("smollm2-135m", n_layer=4, block_size=256), Setup(4, True)),
     "adapters of gpt2": with_adapters(preset_shape(n_layer=4, block_size=256), Setup(4, True)),

@@ -11,11 +11,18 @@ import torch
 from conftest import TINY, facts, resolved
 
 from gpt.config.device import Compute
-from gpt.config.model import Arch
 from gpt.config.train import TrainConfig
 from gpt.parallel.world import World
 from gpt.training import measuring, recipe, size
-from gpt.training.size import SIZES, find_minimums, largest_preset, measure_throughput, parameters, preset_for_minutes
+from gpt.training.size import (
+    MIN_NANO_TOKENS,
+    MIN_TOKENS,
+    SIZES,
+    largest_preset,
+    measure_throughput,
+    parameters,
+    preset_for_minutes,
+)
 
 CPU = Compute(torch.device("cpu"), torch.float32)
 
@@ -57,56 +64,43 @@ def test_teachers_are_never_chosen_for_large_texts_examples_or_given_teachers(
 
 
 @pytest.mark.parametrize(
-    ("settings", "context"),
-    [
-        ({}, 64), ({"arch": "modern"}, 128), ({"positions": "rotary"}, 128),
-        ({"arch": "modern", "block_size": 32}, 32), ({"preset": "small", "arch": "modern"}, 512),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_default_context_depends_on_positions(settings: dict[str, Any], context: int) -> None:
-    assert resolved(**settings).model.block_size == context
+    ("settings", "layout"), [({}, "qwen3"), ({"arch": "gpt2"}, "gpt2"), ({"preset": "gpt2"}, "gpt2")]
+)
+def test_small_presets_are_modern(settings: dict[str, Any], layout: str) -> None:
+    assert resolved(**settings).model.layout == layout
 
 
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-def test_size_grows_with_time(arch: Arch) -> None:
+def test_size_grows_with_time() -> None:
     times = (0.1, 1, 3, 10, 30, 100, 1000, 1e5, 1e7)
-    presets = [largest_preset(minutes, 10**12, arch, fake_throughput(1e11, []))[0] for minutes in times]
+    presets = [largest_preset(minutes, 10**12, fake_throughput(1e11, []))[0] for minutes in times]
     assert presets == sorted(presets, key=SIZES.index)
     assert presets[0] == "pico"
     assert presets[-1] == "gpt2"
     for below, name in pairwise(SIZES):
         # Minutes to train on the minimum tokens per parameter
-        minutes = find_minimums(name, arch)[0] * 6 * parameters(name) ** 2 / 1e11 / 60
-        assert largest_preset(1.01 * minutes, 10**12, arch, fake_throughput(1e11, []))[0] == name
-        chosen_before, why = largest_preset(0.99 * minutes, 10**12, arch, fake_throughput(1e11, []))
+        minutes = (MIN_NANO_TOKENS if name == "nano" else MIN_TOKENS) * 6 * parameters(name) ** 2 / 1e11 / 60
+        assert largest_preset(1.01 * minutes, 10**12, fake_throughput(1e11, []))[0] == name
+        chosen_before, why = largest_preset(0.99 * minutes, 10**12, fake_throughput(1e11, []))
         assert chosen_before == below
         assert f"; {name} would need at least {minutes:,.1f} minutes" in why
 
 
 @pytest.mark.parametrize(
-    ("arch", "name", "tokens_per_parameter", "chosen"),
-    [
-        (None, "nano", 2.0, "pico"),
-        ("gpt2", "nano", 2.0, "pico"),
-        ("modern", "nano", 2.0, "nano"),
-        ("modern", "tiny", 0.9, "nano"),
-        ("modern", "tiny", 1.1, "tiny"),
-    ],
+    ("name", "tokens_per_parameter", "chosen"),
+    [("nano", 1.4, "pico"), ("nano", 1.6, "nano"), ("tiny", 0.9, "nano"), ("tiny", 1.1, "tiny")],
 )
 def test_size_is_limited_by_tokens_per_parameter(
-    arch: Arch | None, name: str, tokens_per_parameter: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tokens_per_parameter: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(size, "measure_throughput", lambda name, config, compute: 10_000.0)
     minutes = tokens_per_parameter * parameters(name) / 10_000 / 60
-    config = TrainConfig(minutes=minutes, arch=arch)
-    assert preset_for_minutes(config, CPU, 10**9, lambda text: None).preset == chosen
+    assert preset_for_minutes(TrainConfig(minutes=minutes), CPU, 10**9, lambda text: None).preset == chosen
 
 
 def test_size_is_limited_by_the_bytes_of_text() -> None:
     min_bytes = parameters("mini") * 2 // 5
     for n_bytes, chosen in ((min_bytes + 1, "mini"), (min_bytes - 1, "micro"), (1000, "nano")):
-        name, why = largest_preset(1e7, n_bytes, "gpt2", fake_throughput(1e14, []))
+        name, why = largest_preset(1e7, n_bytes, fake_throughput(1e14, []))
         assert name == chosen
         assert f"{SIZES[SIZES.index(name) + 1]} has" in why
 
@@ -126,7 +120,7 @@ def test_timing_takes_a_small_share_of_the_minutes(
 
 def test_sizes_out_of_reach_are_not_measured() -> None:
     measured_names: list[str] = []
-    assert largest_preset(1, 10**12, "gpt2", fake_throughput(1e11, measured_names))[0] == "pico"
+    assert largest_preset(1, 10**12, fake_throughput(1e11, measured_names))[0] == "pico"
     assert measured_names == ["pico", "nano"]
 
 
@@ -143,7 +137,7 @@ def test_throughput_is_measured_on_this_machine() -> None:
     notes: list[str] = []
     config = preset_for_minutes(TrainConfig(minutes=10**6), CPU, 800_000, notes.append)
     assert config.preset == "nano"
-    assert notes == ["size nano: tiny has 2,185,344 parameters, more than 2.5 per byte of text"]
+    assert notes == ["size nano: tiny has 2,164,672 parameters, more than 2.5 per byte of text"]
     assert 100 < measure_throughput("nano", TrainConfig(), CPU) < 1e7
 
 
