@@ -89,7 +89,13 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
 
 
 NATS, BITS = "nats per token", "bits per byte"
-OUTCOMES = {None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted"}
+OUTCOMES = {
+    None: "not finished",
+    "steps": "all steps done",
+    "patience": "stopped improving",
+    "signal": "interrupted",
+    "reward": "the program failed",
+}
 
 
 def _choose_loss_unit(reports: Sequence[Report]) -> str:

@@ -117,9 +117,9 @@ class AnswersEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. ``val_loss`` and
-    ``bits_per_byte`` measure the best checkpoint on all held-out text. They are null without held-out text or after a
-    signal."""
+    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal``, ``diverged`` or ``reward``.
+    ``val_loss`` and ``bits_per_byte`` measure the best checkpoint on all held-out text. They are null without held-out
+    text or after an early end."""
 
     reason: str
     checkpoint: str | None

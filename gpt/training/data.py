@@ -242,7 +242,7 @@ def open_examples(
 
 def find_kind(config: TrainConfig) -> type[Example]:
     """Returns the kind of the examples that a run trains on."""
-    return next(kind for kind in ENCODERS if getattr(config, kind.option.removeprefix("--")))
+    return next(kind for kind in ENCODERS if getattr(config, kind.option.removeprefix("--")) not in (None, False))
 
 
 def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:
