@@ -50,20 +50,20 @@ class Objective(nn.Module):
 
 
 class ScoredObjective(Objective):
-    """A loss of rows, with scores of them."""
+    """A loss of rows, with scores of them. The batches add ``columns`` numbers to each row."""
+
+    columns = 2
 
     def count(self, y: Tensor) -> Tensor:
         """Counts the rows."""
         return torch.tensor(len(y), device=y.device)
 
-    def placeholder(self, x: Tensor) -> Tensor:
-        """Returns what the batches add to inputs x."""
-        return torch.zeros(x.shape[:2], device=x.device)
-
 
 class RewardObjective(ScoredObjective):
     """Minus the rewards of a micro-batch, with their policy gradient, and the rows' other scores, all summed. As in
     Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), an answer's length does not weigh its tokens."""
+
+    columns = 4
 
     def __init__(self, model: GPT, chunk: int, answer_tokens: int) -> None:
         super().__init__(model, chunk)
@@ -76,10 +76,6 @@ class RewardObjective(ScoredObjective):
         factors = (advantages / self.answer_tokens).expand_as(y)
         total = self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk, factors=factors)
         return torch.cat([total - total.detach() - others[:1], others])
-
-    def placeholder(self, x: Tensor) -> Tensor:
-        """Returns what the batches add to inputs x."""
-        return torch.zeros((len(x), 4), device=x.device)
 
 
 class PreferenceObjective(ScoredObjective):
@@ -185,7 +181,7 @@ class Stepper:
         x = torch.zeros((self.micro_batch, *sides, length), dtype=torch.long, device=device)
         lesson = self.teachers.placeholder(x)
         if isinstance(self.objective, ScoredObjective):
-            lesson = [self.objective.placeholder(x)]
+            lesson = [torch.zeros((len(x), self.objective.columns), device=device)]
         return x, x, torch.tensor(x.numel(), device=device), lesson
 
     def compile(self) -> str | None:
