@@ -94,7 +94,7 @@ class TrainConfig(TextConfig):
         None, "With --preferences: how closely to stay to the model before training", shown="0.1", low=0, high=1000
     )
     reward: str | None = _tune(
-        None, 'TEXT has {"prompt"} records; learn the answers that COMMAND, such as \'python score.py\', rewards',
+        None, 'TEXT has {"prompt"} records; learn the answers that COMMAND rewards',
         metavar="COMMAND",
     )  # fmt: skip
     group: int | None = _tune(
