@@ -57,6 +57,7 @@ function draw() {
   const charts = [["loss", `Loss, ${data.unit}${data.loss.cut ? `, ${data.loss.cut}` : ""}`], ["lr", "Learning rate"], ["grad_norm", "Gradient norm, before clipping"], ["tokens_per_second", "Tokens per second"]];
   if (runs.some((run) => run.steps.mfu.some((x) => x !== null))) charts.push(["mfu", "Share of the device's peak (MFU)"]);
   if (runs.every((run) => run.steps.accuracy)) charts.push(["accuracy", "Accuracy"], ["margin", "Margin of rewards"]);
+  if (runs.every((run) => run.steps.reward)) charts.push(["equal_groups", "Share of groups with equal rewards"], ["answer_tokens", "Tokens per answer"]);
   const [loss, ...others] = charts.map(([name, title]) => lineChart({ name, title, x: xColumn === "seconds" ? unitName : axes[xColumn], series: series(name),
     logarithmic: name === "grad_norm", height: 220, ...(name === "loss" ? { legend: legend(), height: 380, high: data.loss.high ?? Infinity, logarithmic: data.loss.logarithmic } : {}) }));
   chartBox.replaceChildren(loss, el("div", { class: "charts" }, others));

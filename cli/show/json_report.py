@@ -89,14 +89,20 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
 
 
 NATS, BITS = "nats per token", "bits per byte"
-OUTCOMES = {None: "not finished", "steps": "all steps done", "patience": "stopped improving", "signal": "interrupted"}
+OUTCOMES = {
+    None: "not finished",
+    "steps": "all steps done",
+    "patience": "stopped improving",
+    "signal": "interrupted",
+    "reward": "the program failed",
+}
 
 
 def _choose_loss_unit(reports: Sequence[Report]) -> str:
-    """Returns the unit of losses: nats per token or preference, or bits per byte for runs with different tokenizers."""
-    has_rewards = [report.has_rewards for report in reports]
-    if any(has_rewards):
-        return "nats per preference" if all(has_rewards) else "nats per token or preference, not comparable"
+    """Returns the unit of losses, or bits per byte for runs on text with different tokenizers."""
+    units = [*dict.fromkeys(report.loss_unit for report in reports)]
+    if units != [NATS]:
+        return units[0] if len(units) == 1 else f"{' or '.join(units)}, not comparable"
     tokenizers = {report.record.tokenizer and report.record.tokenizer.fingerprint for report in reports}
     if len(reports) == 1 or (len(tokenizers) == 1 and None not in tokenizers):
         return NATS
@@ -129,6 +135,8 @@ def _limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]
     if not starts:
         return None, False, None
     high = 1.25 * max(starts)
+    if high <= 0:  # Minus a reward.
+        return None, False, None
     lows = [min(held_out or training) for training, held_out in known if training or held_out]
     reached = [max(map(max, filter(None, curves)), default=0.0) for curves in known]
     tops = zip(runs, reached, strict=True)

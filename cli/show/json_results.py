@@ -27,11 +27,12 @@ def pick(source: Any, *names: str) -> Tree:
 def result(result: "Result") -> Tree:
     """Returns the object of ``gpt train --json``."""
     values = asdict(result)
-    for key in ("mfu", "answers", "held_out_answers", "chat", *(() if result.rewards else ("rewards",))):
+    rewards = {key: value for key, value in (values.pop("rewards") or {}).items() if value is not None}
+    for key in ("mfu", "answers", "held_out_answers", "chat"):
         del values[key]
     rounded = {"tokens_per_second": round(result.tokens_per_second, 1), "step_seconds": round(result.step_seconds, 3)}
     paths = {"run": str(result.run), "checkpoint": str(result.checkpoint)}
-    return values | paths | rounded | {"verdict": result.verdict}
+    return values | paths | rounded | {"verdict": result.verdict} | ({"rewards": rewards} if rewards else {})
 
 
 def sample(piece: "Piece", prompt: str, seed: int | None, tokenizer: "Tokenizer") -> Tree:

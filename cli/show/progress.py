@@ -143,9 +143,15 @@ def draw_bar(fraction: float, width: int) -> Text:
     return Text.assemble(("━" * filled, "magenta"), ("━" * (size - filled), "bright_black"))
 
 
-def accuracy(rewards: events.Rewards) -> str:
-    """Returns the accuracy and margin of preferences as a suffix, or an empty string for other data."""
-    return "" if rewards.accuracy is None else f" (accuracy {rewards.accuracy:.0%}, margin {rewards.margin:.2f})"
+def outcome(name: str, loss: float, scores: events.Rewards) -> str:
+    """Returns a loss with its name, and with the accuracy and margin of preferences. Returns the reward of answers
+    instead, with their length and the share of groups without a difference."""
+    if scores.reward is not None:
+        equal = "" if scores.equal_groups is None else f", {scores.equal_groups:.0%} of groups equal"
+        return f"{name} reward {scores.reward:.3f} ({scores.answer_tokens:.1f} tokens{equal})".strip()
+    has_margin = scores.accuracy is not None
+    suffix = f" (accuracy {scores.accuracy:.0%}, margin {scores.margin:.2f})" if has_margin else ""
+    return f"{name or 'loss'} {loss:.3f}{suffix}"
 
 
 class TrainDisplay:
@@ -191,7 +197,7 @@ class TrainDisplay:
                 line = "  ".join(text for _, text in parts if text)
                 self._task_bar("", "steps").show(lambda width: self.draw_step(event, width), line)
             case events.EvalEvent():
-                self.held_out = f"held-out {event.val_loss:.3f}{accuracy(event)}" + (" (best)" if event.best else "")
+                self.held_out = outcome("held-out", event.val_loss, event) + (" (best)" if event.best else "")
             case events.SampleEvent() if self.step == event.step < self.plan.steps:  # The result has the last one.
                 self.console.print(Text(f"step {event.step:,}  {self.held_out}", "cyan"))
                 self.console.print(sample_text(event.prompt, event.text))
@@ -211,7 +217,7 @@ class TrainDisplay:
         return [
             (3, self.plan.phase),
             (3, f"step {event.step:,}{total}"),
-            (1, f"loss {event.loss:.3f}{accuracy(event)}"),
+            (1, outcome("", event.loss, event)),
             (2, self.held_out),
             (6, f"{event.tokens_per_second:,.0f} tokens/s{percent_of_peak(event.mfu)}"),
             (0, f"{format_seconds(seconds_left)} left"),

@@ -122,7 +122,10 @@ def result(result: "Result", quiet: bool = False) -> None:
     if result.val_loss is not None and result.bits_per_byte is not None:
         loss = f"{result.val_loss:.4f} nats per token, {result.bits_per_byte:.4f} bits per byte, on "
         fact("loss", loss + (f"{result.val_tokens:,} tokens of " if result.val_tokens else "") + "held-out text")
-    if (rewards := result.rewards) is not None:
+    if (rewards := result.rewards) is not None and rewards.reward is not None:
+        count = f"{result.val_tokens:,} held-out prompts"
+        fact("reward", f"{rewards.reward:.4f} on {count} (greedy, {rewards.answer_tokens:.1f} tokens each)")
+    elif rewards is not None:
         fact("loss", f"{result.val_loss:.4f} nats per preference, on {result.val_tokens:,} held-out preferences")
         means = f"chosen {rewards.chosen_reward:.3f}, rejected {rewards.rejected_reward:.3f}"
         fact("reward", f"accuracy {rewards.accuracy:.1%}, margin {rewards.margin:.3f} ({means})")

@@ -63,7 +63,8 @@ def _charts(data: dict[str, Any]) -> Iterator[Chart]:
         series = [Series(run["name"], points[index], index) for index, run in enumerate(runs)]
         yield _title(data, "held-out loss"), time, series, 13, True
     titles = {
-        "accuracy": "accuracy", "margin": "margin of rewards", "lr": "learning rate", "grad_norm": "gradient norm",
+        "accuracy": "accuracy", "margin": "margin of rewards", "equal_groups": "share of groups with equal rewards",
+        "answer_tokens": "tokens per answer", "lr": "learning rate", "grad_norm": "gradient norm",
         "tokens_per_second": "tokens per second",
     }  # fmt: skip
     for key, title in titles.items():

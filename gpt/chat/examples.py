@@ -1,4 +1,5 @@
-"""Fine-tuning examples: prompt-completion pairs, conversations or preferences, from JSON, Parquet or tables."""
+"""Fine-tuning examples: prompt-completion pairs, conversations, preferences or prompts, from JSON, Parquet or
+tables."""
 
 import glob
 import hashlib
@@ -191,6 +192,52 @@ class Preference(Example):
     def group(self) -> str:
         """The prompt as text, marked as a group even if it is empty."""
         return f"prompt: {self.texts[0]}"
+
+
+class _WholeRecord(RecordForm[Any]):
+    def columns(self, available: Collection[str]) -> list[str]:
+        return [*available] if {*self.keys} <= {*available} else [*self.keys]
+
+
+@dataclass(frozen=True)
+class Prompt(Example):
+    """A prompt, as text or as a list of messages, whose answers a program rewards. The program gets the ``record``.
+    ``where`` is the file and line. ``variables`` are the record's ``chat_template_kwargs``."""
+
+    option = "--reward"
+    singular, plural = "prompt", "prompts"
+    content = "prompts"
+    form = '{"prompt": …}'
+    records = _WholeRecord(
+        ("prompt",),
+        lambda record, where: _parse_prompt(record, where),
+        '--reward reads records with a "prompt", a text or a list of messages; the program gets all other keys',
+        strings=False,
+    )
+
+    prompt: Any
+    record: dict[str, Any]
+    where: str
+    variables: dict[str, Any] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
+
+    @property
+    def texts(self) -> list[str]:
+        """The record as JSON."""
+        return [json.dumps(self.record, ensure_ascii=False, default=str)]
+
+    @property
+    def group(self) -> str:
+        """The prompt as JSON."""
+        return json.dumps(self.prompt)
+
+
+def _parse_prompt(record: dict[str, Any], where: Callable[[], str]) -> Prompt:
+    prompt = _find_objects(record.get("prompt"))
+    if prompt is None:
+        text = get_string(record, "prompt", Prompt.records.hint, null=False)
+        return Prompt(text, record, where())
+    return Prompt(list(map(_parse_message, prompt)), record, where(), _read_variables(record))
 
 
 def _parse_pair(record: dict[str, Any], where: Callable[[], str]) -> Pair:
@@ -461,7 +508,7 @@ def split(examples: Sequence[E], fraction: float, seed: int) -> tuple[list[E], l
     if not train or not held_out:
         problem = f"there are too few {examples[0].plural} to hold out {fraction:g} of them: {len(examples):,}"
         if len(groups) == 1 < len(examples):
-            what = "have the same prompt" if isinstance(examples[0], Preference) else "are equal"
+            what = "have the same prompt" if isinstance(examples[0], Preference | Prompt) else "are equal"
             problem = f"all {len(examples):,} {examples[0].plural} {what}, so none can be held out"
         raise UserError(problem, "give others, or use --val-fraction 0 to hold out nothing")
     return train, held_out

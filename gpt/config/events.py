@@ -26,20 +26,25 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Means over preferences; None for other data. An answer's reward is β · log(p / p₀), where p₀ is its probability
-    under the model before training. The margin is the chosen answer's reward minus the rejected one's, and the accuracy
-    the share of positive margins."""
+    """Means over preferences, or over answers to prompts; None for other data. A preferred answer's reward is
+    β · log(p / p₀), where p₀ is its probability under the model before training. The margin is the chosen answer's
+    reward minus the rejected one's, and the accuracy the share of positive margins. Otherwise, a program gives the
+    ``reward``; ``equal_groups`` is the share of prompts whose sampled answers all got the same."""
 
     accuracy: float | None = None
     margin: float | None = None
     chosen_reward: float | None = None
     rejected_reward: float | None = None
+    reward: float | None = None
+    equal_groups: float | None = None
+    answer_tokens: float | None = None
 
 
 @dataclass(frozen=True)
 class StepEvent(Rewards, Event):
-    """An optimizer step. ``loss`` is in nats per token or preference, ``grad_norm`` is the norm before clipping, and
-    ``tokens_per_second`` excludes evaluations. ``mfu`` (`gpt.training.logs.Speed`) is null if unknown."""
+    """An optimizer step. ``loss`` is in nats per token or preference, or minus the mean reward, ``grad_norm`` is the
+    norm before clipping, and ``tokens_per_second`` excludes evaluations. ``mfu`` (`gpt.training.logs.Speed`) is null if
+    unknown."""
 
     loss: float
     lr: float
@@ -50,7 +55,7 @@ class StepEvent(Rewards, Event):
 
 @dataclass(frozen=True)
 class EvalEvent(Rewards, Event):
-    """An evaluation on held-out text, in nats per token or preference. ``best`` marks the lowest loss so far."""
+    """An evaluation on held-out text, with a loss as in `StepEvent`. ``best`` marks the lowest loss so far."""
 
     val_loss: float
     best: bool
@@ -112,9 +117,9 @@ class AnswersEvent(Event):
 
 @dataclass(frozen=True)
 class EndEvent(Event):
-    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal`` or ``diverged``. ``val_loss`` and
-    ``bits_per_byte`` measure the best checkpoint on all held-out text. They are null without held-out text or after a
-    signal."""
+    """The end of a run and its reason: ``steps`` (all done), ``patience``, ``signal``, ``diverged`` or ``reward``.
+    ``val_loss`` and ``bits_per_byte`` measure the best checkpoint on all held-out text. They are null without held-out
+    text or after an early end."""
 
     reason: str
     checkpoint: str | None
@@ -150,7 +155,8 @@ class Plan:
     seconds: float = 0.0  # training time left in a timed run, whose steps are an estimate; 0 for other runs
 
 
-REWARDS = tuple(field.name for field in dataclasses.fields(Rewards))  # left out of JSON without preferences
+REWARDS = tuple(field.name for field in dataclasses.fields(Rewards))  # left out of JSON for other data
+OF_PREFERENCES, OF_ANSWERS = REWARDS[:4], REWARDS[4:]
 _LOSSES = ("loss", "grad_norm", "val_loss")  # null in JSON if not finite
 
 

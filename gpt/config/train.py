@@ -89,6 +89,16 @@ class TrainConfig(TextConfig):
     beta: float | None = _tune(
         None, "With --preferences: how closely to stay to the model before training", shown="0.1", low=0, high=1000
     )
+    reward: str | None = _tune(
+        None, 'TEXT has {"prompt"} records; learn the answers that COMMAND rewards',
+        metavar="COMMAND",
+    )  # fmt: skip
+    group: int | None = _tune(
+        None, "With --reward: answers per prompt, which are compared with each other", shown="16", low=2, high=1024
+    )
+    answer_tokens: int | None = _tune(
+        None, "With --reward: maximum tokens of an answer", shown="half of the context, at most 256", low=1
+    )
     lora_rank: int | None = _tune(
         None, "With --init: train LoRA adapters of rank N instead of all weights", shown="off", level="basic", low=1,
         high=2**20,
@@ -117,7 +127,7 @@ class TrainConfig(TextConfig):
     lr: float | None = _optim(
         None, "Peak learning rate",
         shown="from the preset; with --init half (AdamW: a fifth), with --lora-rank twice that; with --preferences "
-        "a twentieth of these", low=0,
+        "or --reward a twentieth of these", low=0,
     )  # fmt: skip
     warmup: int | None = _optim(None, "Steps of linear warmup", shown="5% of the steps, at most 2,000", low=0)
     optimizer: Optimizer | None = _optim(
@@ -130,13 +140,14 @@ class TrainConfig(TextConfig):
     decay: int | None = _optim(None, "Steps of linear decay", shown="half of the steps", low=0)
     weight_decay: float | None = _optim(
         None, "Weight decay of matrices; doubled for embeddings with Muon if above 0.1",
-        shown="set by the number of passes over the text; 0.1 with --init, else 0.3 with teachers", low=0,
+        shown="set by the number of passes over the text; 0 with --reward, 0.1 with --init, else 0.3 with teachers",
+        low=0,
     )  # fmt: skip
     clip: float = _optim(1.0, "Clip gradients to this norm; 0: off", low=0)
     eval_every: int | None = _log(None, "Steps between evaluations on held-out text", shown="5% of the steps", low=1)
     patience: int | None = _log(
         None, "Stop after N evaluations without improvement; 0: never",
-        shown="with --pairs, --chat or --preferences, a quarter of the run; else 0", low=0,
+        shown="with --pairs, --chat, --preferences or --reward, a quarter of the run; else 0", low=0,
     )  # fmt: skip
     save_every: int | None = _log(
         None, "Steps between checkpoints; the best one is always saved", shown="same as --eval-every", low=1
@@ -178,28 +189,34 @@ class TrainConfig(TextConfig):
 
     @property
     def has_examples(self) -> bool:
-        """Whether TEXT contains pairs, conversations or preferences instead of running text."""
+        """Whether TEXT contains pairs, conversations, preferences or prompts instead of running text."""
         return bool(self._example_options)
 
     @property
     def _example_options(self) -> list[str]:
-        return [f"--{name}" for name in ("pairs", "chat", "preferences") if getattr(self, name)]
+        return [
+            f"--{name}"
+            for name in ("pairs", "chat", "preferences", "reward")
+            if getattr(self, name) not in (None, False)
+        ]
 
     def _check_examples(self) -> None:
         options = self._example_options
-        if self.preferences:
+        if self.preferences or self.reward is not None:
             others = {
                 "teacher": bool(self.teacher),
                 "teachers": bool(self.teachers),
                 "compile on": self.compile == "on",
+                "shard full": self.reward is not None and self.shard == "full",
             }
             options += [f"--{name}" for name, is_given in others.items() if is_given]
         if len(options) > 1:
             raise UserError(f"{options[-1]} cannot be combined with {options[0]}", "leave one of them out")
-        if self.preferences and self.init is None:
-            raise UserError("--preferences needs --init", "it trains the model that answers prompts: --init MODEL")
-        if self.beta is not None and not self.preferences:
-            raise UserError("--beta needs --preferences", "leave it out")
+        if (self.preferences or self.reward is not None) and self.init is None:
+            raise UserError(f"{options[0]} needs --init", "it trains the model that answers prompts: --init MODEL")
+        for name, owner in (("beta", "preferences"), ("group", "reward"), ("answer_tokens", "reward")):
+            if getattr(self, name) is not None and getattr(self, owner) in (None, False):
+                raise UserError(f"--{name.replace('_', '-')} needs --{owner}", "leave it out")
         if self.beta == 0:
             raise UserError("beta is 0; it must be more than 0", "a common value is 0.1")
 

@@ -115,18 +115,24 @@ def spread_windows(documents: Documents, block_size: int, count: int) -> list[Wi
     return selected_windows
 
 
+def pad(batch: Sequence[Window]) -> tuple[Ids, Ids]:
+    """Returns inputs and targets of windows, (n, T), padded to the length of the longest. Targets that do not count are
+    `IGNORED`."""
+    shape = len(batch), max(len(window.x) for window in batch)
+    x, y = np.zeros(shape, np.int64), np.full(shape, losses.IGNORED, np.int64)
+    for row, window in enumerate(batch):
+        x[row, : len(window.x)] = window.x
+        y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
+    return x, y
+
+
 @torch.inference_mode()
 def score_positions(
     model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Pads windows to the length of the longest. Returns ``score(logits, targets)`` of each position, (n, T). Targets
-    that do not count are `IGNORED`. Keeps at most `MAX_LOGITS` logits in memory."""
-    length = max(len(window.x) for window in batch)
-    x = np.zeros((len(batch), length), np.int64)
-    y = np.full((len(batch), length), losses.IGNORED, np.int64)
-    for row, window in enumerate(batch):
-        x[row, : len(window.x)] = window.x
-        y[row, window.skipped : len(window.y)] = window.y[window.skipped :]
+    """Returns ``score(logits, targets)`` of each position of the padded windows, (n, T). Keeps at most `MAX_LOGITS`
+    logits in memory."""
+    x, y = pad(batch)
     targets, chunk = upload(y.ravel(), compute.device), max(1, MAX_LOGITS // model.config.vocab_size)
     with compute.autocast():
         # The trunk gathers sharded weights; model(x) does not.

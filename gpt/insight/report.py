@@ -194,16 +194,22 @@ class Report:
         steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
         if not self.is_run:
             evals = [{**evaluation, "tokens": None} for evaluation in evals]
-        rewards = events.REWARDS if self.has_rewards else ()
         return (
-            _columns(average_rows(steps, max_rows), (*STEP_KEYS, *rewards)),
-            _columns(evals, (*EVAL_KEYS, *rewards)),
+            _columns(average_rows(steps, max_rows), (*STEP_KEYS, *self.scores)),
+            _columns(evals, (*EVAL_KEYS, *self.scores)),
         )
 
     @property
-    def has_rewards(self) -> bool:
-        """Whether the run trained on preferences."""
-        return any(event.accuracy is not None for event in [*self.history.steps[-1:], *self.history.evals[-1:]])
+    def scores(self) -> tuple[str, ...]:
+        """What the run logs besides the loss, of preferences or answers."""
+        last = [*self.history.steps[-1:], *self.history.evals[-1:]]
+        return tuple(name for name in events.REWARDS if any(getattr(event, name) is not None for event in last))
+
+    @property
+    def loss_unit(self) -> str:
+        """The unit of the loss."""
+        units = {"margin": "nats per preference", "reward": "minus the reward"}
+        return next((unit for name, unit in units.items() if name in self.scores), "nats per token")
 
 
 def average_rows(steps: Sequence[events.StepEvent], max_rows: int | None) -> list[dict[str, Any]]:

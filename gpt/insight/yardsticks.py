@@ -130,13 +130,13 @@ def find_trend(training: Curve, held_out: Curve) -> Trend | None:
     if len(last_held_out) < 3:
         return None
     fall, gap_growth = -_slope(last_held_out), _slope(last_held_out) - _slope(last_training)
-    loss = last_held_out[-1][1]
+    loss = abs(last_held_out[-1][1])
     return "improving" if fall > MIN_FALL * loss and gap_growth < MAX_GAP_GROWTH * loss else "saturated"
 
 
 def is_overfitted(last_loss: float, best_loss: float) -> bool:
     """Whether the held-out loss has risen clearly since its minimum."""
-    return last_loss > (1 + MIN_FALL) * best_loss
+    return last_loss > best_loss + MIN_FALL * abs(best_loss)  # Minus a reward is negative.
 
 
 def _slope(curve: Curve) -> float:

@@ -117,8 +117,8 @@ class Result:
     checkpoint: Path
     steps: int
     tokens_seen: int
-    val_loss: float | None  # nats per token
-    val_tokens: int = field(default=0, kw_only=True)  # held-out tokens or preferences in ``val_loss``
+    val_loss: float | None  # nats per token or preference, or minus the reward
+    val_tokens: int = field(default=0, kw_only=True)  # held-out tokens, preferences or prompts in ``val_loss``
     bits_per_byte: float | None
     tokens_per_second: float  # ``tokens_seen`` divided by ``step_seconds``
     mfu: float | None  # model FLOPs utilization; None if the peak is unknown
@@ -132,7 +132,7 @@ class Result:
     answers: Answers | None = None  # accuracy on training pairs; None for other data
     held_out_answers: Answers | None = None
     chat: bool = False
-    rewards: events.Rewards | None = None  # on held-out preferences; None for other data
+    rewards: events.Rewards | None = None  # on held-out preferences or prompts; None for other data
     yardsticks: Yardsticks | None = None  # of the held-out text; None for pairs and conversations
     trend: Trend | None = None  # of the held-out loss; None if there were too few evaluations
 

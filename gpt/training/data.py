@@ -1,4 +1,5 @@
-"""The data of a run: text tokenized by the run or by `gpt tokenize`, or examples: pairs, conversations, preferences."""
+"""The data of a run: text tokenized by the run or by `gpt tokenize`, or examples: pairs, conversations, preferences,
+prompts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from gpt.chat import chat
-from gpt.chat.examples import Conversation, Example, Pair, Preference, find_copies, read_examples
+from gpt.chat.examples import Conversation, Example, Pair, Preference, Prompt, find_copies, read_examples
 from gpt.config.model import GPTConfig, find_preset
 from gpt.config.text import TextConfig
 from gpt.config.train import TrainConfig
@@ -24,16 +25,25 @@ from gpt.insight.evaluate import Window, spread_windows, windows
 from gpt.insight.openings import choose_openings
 from gpt.insight.yardsticks import Yardsticks, measure
 from gpt.parallel import environment
+from gpt.system.child import split_command
 from gpt.system.errors import UserError
 from gpt.system.files import file_sha256
 from gpt.system.words import counted
 from gpt.tokenizers.tokenizer import Tokenizer
-from gpt.training.example_rows import ChatEncoder, Encoder, ExampleRows, PairEncoder, PreferenceEncoder, RowBatches
-from gpt.training.recipe import Recipe, example_context, preset_name
+from gpt.training.example_rows import (
+    ChatEncoder,
+    Encoder,
+    ExampleRows,
+    PairEncoder,
+    PreferenceEncoder,
+    PromptEncoder,
+    RowBatches,
+)
+from gpt.training.recipe import Recipe, example_context, limit_answers, preset_name
 
 BatchSource = Batches | RowBatches
 ENCODERS: dict[type[Example], type[Encoder[Any]]] = {
-    Pair: PairEncoder, Conversation: ChatEncoder, Preference: PreferenceEncoder,
+    Pair: PairEncoder, Conversation: ChatEncoder, Preference: PreferenceEncoder, Prompt: PromptEncoder,
 }  # fmt: skip
 
 # A model of fewer documents has rarely seen the start of one, so its samples begin with words of the held-out text.
@@ -58,9 +68,10 @@ class Dataset:
     prompt_ids: list[int]  # prompt of the samples during training
     prompt: str = ""  # text of ``prompt_ids``; "" starts a document
     documents: int = 0  # documents of the text; 0 for examples
-    rows: int = 0  # rows of training examples, or preferences; 0 for text
+    rows: int = 0  # rows of training examples, preferences, or answers to all prompts; 0 for text
     pairs: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out pairs
     preferences: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out preferences
+    prompts: "tuple[ExampleRows, ExampleRows] | None" = None  # training and held-out prompts
     chat: bool = False  # whether the examples are conversations
     measure_yardsticks: Callable[[], Yardsticks | None] = lambda: None  # of the held-out text; None for examples
 
@@ -176,6 +187,8 @@ def open_examples(
     without a tokenizer, ``--tokenizer`` decides. ``block_size`` is the context of a resumed run. Raises `UserError` if
     no training examples remain."""
     kind = find_kind(config)
+    if config.reward is not None:
+        split_command(config.reward)
     for text in filter(is_token_folder, texts):
         raise UserError(f"{text} is tokenized: {kind.option} reads JSON lines", f"give the {kind.plural} as text")
     for name in ("field", "split_on"):
@@ -184,47 +197,50 @@ def open_examples(
     corpus = read_examples(texts, config, kind, note)
     n_bytes = sum(source["bytes"] for source in corpus.sources)
     block_size = block_size or example_context(config, n_bytes, device, start)
+    group, answer_tokens = limit_answers(config, block_size)
+    block_size = block_size + 1 - answer_tokens if answer_tokens else block_size
     encoder = ENCODERS[kind](tokenizer or _train_tokenizer(corpus.train, config, device), block_size, config.skip_bad)
     train, held_out = encoder.encode(corpus.train), encoder.encode(corpus.held_out)
     note(f"{', '.join(texts)}: {train.examples:,} {kind.plural} to train on, {held_out.examples:,} held out")
     if corpus.skipped:
         note(f"{corpus.skipped:,} files or lines could not be read and were skipped")
-    if copies := find_copies([*corpus.train, *corpus.held_out]):
+    if not config.reward and (copies := find_copies([*corpus.train, *corpus.held_out])):
         verb = f"{kind.singular} copies an earlier one", f"{kind.plural} copy earlier ones"
         places = ", ".join(copy.where for copy in copies[:3]) + (" …" if len(copies) > 3 else "")
         note(f"{counted(len(copies), *verb)}: {places}")
     for line in encoder.notes():
         note(line)
     tokenizer = encoder.tokenizer
-    note(
-        f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids, {train.tokens:,} tokens to train on, "
-        f"{train.targets:,} of them predicted"
-    )
+    counts = f"{train.tokens:,} tokens to train on, {train.targets:,} of them predicted"
+    note(f"tokenizer {tokenizer.name}: {tokenizer.vocab_size:,} ids" + ("" if config.reward else f", {counts}"))
     if not train:
         raise UserError(f"there are no {kind.plural} to train on", "give others, or a larger --block-size")
     first: Example = (corpus.held_out or corpus.train)[0]
     prompt, prompt_ids = encoder.prompt(first)
-    sizes = n_bytes, train.tokens, held_out.tokens, held_out.bytes, held_out.targets
+    tokens = group * (train.tokens + answer_tokens * len(train))
+    targets = len(held_out) if config.reward else held_out.targets
+    sizes = n_bytes, tokens, held_out.tokens, held_out.bytes, targets
     return Dataset(
         corpus.name,
         tokenizer,
         *sizes,
         corpus.sources,
-        batches=lambda recipe: RowBatches(train, recipe.rows, recipe.seed),
+        batches=lambda recipe: RowBatches(train, recipe.rows // group, recipe.seed),
         windows=lambda block_size: map(held_out.window, range(len(held_out))),
         sample_windows=lambda block_size, count: held_out.spread(count),
         prompt_ids=prompt_ids,
         prompt=prompt,
-        rows=len(train) // train.sides,
+        rows=group * len(train) // train.sides,
         pairs=(train, held_out) if config.pairs else None,
         preferences=(train, held_out) if config.preferences else None,
-        chat=config.chat or (isinstance(first, Preference) and not isinstance(first.prompt, str)),
+        prompts=(train, held_out) if config.reward else None,
+        chat=config.chat or (isinstance(first, Preference | Prompt) and not isinstance(first.prompt, str)),
     )
 
 
 def find_kind(config: TrainConfig) -> type[Example]:
     """Returns the kind of the examples that a run trains on."""
-    return next(kind for kind in ENCODERS if getattr(config, kind.option.removeprefix("--")))
+    return next(kind for kind in ENCODERS if getattr(config, kind.option.removeprefix("--")) not in (None, False))
 
 
 def _train_tokenizer(examples: Sequence[Example], config: TrainConfig, device: str) -> Tokenizer:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 
 from gpt.config.device import Compute
-from gpt.config.events import REWARDS, Rewards
+from gpt.config.events import Rewards
 from gpt.config.sample import SampleConfig
 from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
@@ -29,6 +30,7 @@ from gpt.training.data import Dataset
 from gpt.training.example_rows import ExampleRows
 from gpt.training.logs import Speed
 from gpt.training.recipe import Recipe
+from gpt.training.rewards import Judge
 from gpt.training.state import TrainState
 from gpt.training.strategy import Strategy
 
@@ -56,19 +58,19 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     compute = strategy.evaluation_compute
     loss = bits = None
     count, rewards = 0.0, dict[str, Any]()
-    strategy.load(path, recipe, merge=data.preferences is None)
+    strategy.load(path, recipe, merge=not recipe.beta)
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
         windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
-        if max_windows and not data.preferences:  # The two answers of a preference stay together.
+        if max_windows and not recipe.beta:  # The two answers of a preference stay together.
             windows = interleave(data.sample_windows(size, max_windows))
-        precise = run.compute if data.preferences else compute  # Rewards need log-probabilities of the same dtype.
-        loss, count, rewards = measure_held_out(strategy, data, recipe.beta, windows, precise, stop)
-        if data.preferences:  # The deadline can pass before the second answer of the first preference.
+        precise = run.compute if recipe.beta else compute  # Rewards need log-probabilities of the same dtype.
+        loss, count, rewards = measure_held_out(strategy, data, recipe, windows, precise, stop)
+        if recipe.scores:  # The deadline can pass before the second answer of the first preference.
             loss = loss if count else state.best_loss
         else:
             bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
-    if data.preferences:
+    if recipe.beta:
         strategy.load(path, recipe)
     max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
     answers = [_check_answers(strategy, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
@@ -130,21 +132,26 @@ def mean_loss(strategy: Strategy, windows: Iterable[Window], compute: Compute, s
 
 
 def measure_held_out(
-    strategy: Strategy, data: Dataset, beta: float, windows: Iterable[Window], compute: Compute, stop: StopSignal
+    strategy: Strategy, data: Dataset, recipe: Recipe, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float, dict[str, Any]]:
-    """Returns the mean loss over held-out windows, the number of tokens or preferences in it, and the mean rewards of
-    preferences. Raises `Stopped` like `mean_loss`."""
+    """Returns the mean loss over held-out windows, the number of tokens, preferences or prompts in it, and the mean
+    scores of preferences or answers. Raises `Stopped` like `mean_loss`."""
+    if data.prompts is not None:
+        measure = partial(Judge(strategy, recipe, data.tokenizer, stop).measure, data.prompts[1])
+        reward, tokens, count = sum_over_ranks(measure, strategy, windows, compute, stop, 3)
+        scores = {"reward": reward / max(1, count), "answer_tokens": tokens / max(1, count)}
+        return -scores["reward"] if count else math.nan, count, scores
     if data.preferences is None:
         total, count = sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
         return total / count if count else math.nan, count, {}
     rows = data.preferences[1]
     log_p = sum_log_probs(strategy, len(rows), windows, compute, stop)
-    rewards = beta * (log_p - torch.from_numpy(rows.reference))
+    rewards = recipe.beta * (log_p - torch.from_numpy(rows.reference))
     measured = rewards[rewards.isfinite().all(-1)]
     if not len(measured):
         return math.nan, 0, {}
     loss, *means = (score_preferences(measured) / len(measured)).tolist()
-    return loss, len(measured), dict(zip(REWARDS, means, strict=True))
+    return loss, len(measured), dict(zip(recipe.scores, means, strict=True))
 
 
 def sum_log_probs(

@@ -1,4 +1,5 @@
-"""Encodes examples as batch rows: prompt-completion pairs, conversations and preferences. Only answers are targets.
+"""Encodes examples as batch rows: prompt-completion pairs, conversations, preferences and prompts. Only answers are
+targets.
 
 A pair is encoded as prompt, completion and end-of-text. The prompt is encoded separately, as for sampling
 (`Tokenizer.prompt`). A conversation is encoded as rendered by its chat template (`gpt.chat.chat`). A preference is two
@@ -14,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt.chat import chat
-from gpt.chat.examples import Conversation, Example, Pair, Preference, count_common
+from gpt.chat.examples import Conversation, Example, Pair, Preference, Prompt, count_common
 from gpt.corpus.batches import Int64s, shuffle_indices
 from gpt.documents.documents import utf8_size
-from gpt.insight.evaluate import Window
+from gpt.insight.evaluate import Window, pad
 from gpt.model.loss import IGNORED
 from gpt.system.errors import UserError, WorkError
 from gpt.system.words import counted
@@ -26,11 +27,13 @@ from gpt.tokenizers.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class ExampleRow:
-    """A row's ids, the mask of its targets, and the number of bytes of the targets' text."""
+    """A row's ids, the mask of its targets, and the number of bytes of the targets' text. A prompt has no targets, and
+    keeps its example."""
 
     ids: Int64s
     counts: npt.NDArray[np.bool_]
     bytes: int
+    prompt: Prompt | None = None
 
 
 class ExampleRows(list[ExampleRow]):
@@ -82,25 +85,23 @@ class RowBatches:
         """The length of the longest sequence."""
         return max(len(row.ids) for row in self.examples) - 1
 
+    def indices(self, step: int) -> Int64s:
+        """Returns the indices of a step's examples, in the order of the ranks."""
+        positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
+        return shuffle_indices(positions, len(self.examples) // self.examples.sides, self.seed)
+
     def global_batch(self, step: int, rank: int = 0, ranks: int = 1) -> tuple[npt.NDArray[Any], ...]:
         """Returns one rank's inputs and targets for ``step``, which counts from 0. Their shape is (rows / ranks, T), or
         of preferences (rows / ranks, 2, T), with the reference's log-probabilities, (rows / ranks, 2). T is the length
         of the longest sequence. Ids that are not targets are `IGNORED`."""
-        examples, sides = self.examples, self.examples.sides
-        positions = np.arange(step * self.rows, (step + 1) * self.rows, dtype=np.int64)
-        indices = shuffle_indices(positions, len(examples) // sides, self.seed)
+        examples, sides, indices = self.examples, self.examples.sides, self.indices(step)
         lengths = [-max(len(row.ids) for row in examples[i * sides : (i + 1) * sides]) for i in indices.tolist()]
         own = indices[np.argsort(lengths, kind="stable")][rank::ranks]
         windows = [examples.window(index * sides + side) for index in own.tolist() for side in range(sides)]
-        shape = (len(windows), max(len(window.x) for window in windows))
-        x, y = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
-        for row, window in enumerate(windows):
-            x[row, : len(window.x)] = window.x
-            y[row, : len(window.y)] = window.y
+        x, y = (array.reshape(len(own), sides, -1) for array in pad(windows))
         if sides == 1:
-            return x, y
-        reference = np.zeros((len(own), sides), np.float32) if examples.reference is None else examples.reference[own]
-        return x.reshape(-1, sides, shape[1]), y.reshape(-1, sides, shape[1]), reference
+            return x[:, 0], y[:, 0]
+        return x, y, np.zeros(x.shape[:2], np.float32) if examples.reference is None else examples.reference[own]
 
 
 E = TypeVar("E", bound=Example)
@@ -132,9 +133,12 @@ class Encoder(Generic[E]):
         """Encodes an example. Returns no rows if it has no targets."""
         raise NotImplementedError
 
-    def prompt(self, example: E) -> tuple[str, list[int]]:
+    def prompt(self, example: Any) -> tuple[str, list[int]]:
         """Returns the text before the first answer, and its ids."""
-        raise NotImplementedError
+        if isinstance(example.prompt, str):
+            return example.prompt, self.tokenizer.prompt(example.prompt)
+        text = chat.render(self.tokenizer, example.prompt, variables=example.variables)
+        return text, self.tokenizer.encode(text, specials=True).tolist()
 
     def _rendered(self, example: E, render: Callable[[], T]) -> T | None:
         """Returns ``render()``. If the chat template rejects the example, raises `UserError` with its place, or with
@@ -179,10 +183,6 @@ class PairEncoder(Encoder[Pair]):
                 "shorten it, or use a larger --block-size",
             )
         return [ExampleRow(ids, np.arange(len(ids)) >= len(prompt), utf8_size(text))]
-
-    def prompt(self, example: Pair) -> tuple[str, list[int]]:
-        """Returns the prompt, and its ids."""
-        return example.prompt, self.tokenizer.prompt(example.prompt)
 
 
 class ChatEncoder(Encoder[Conversation]):
@@ -251,6 +251,30 @@ class ChatEncoder(Encoder[Conversation]):
             )
 
 
+class PromptEncoder(Encoder[Prompt]):
+    """Encodes prompts. Skips those that are longer than ``block_size``, which leaves out the answers."""
+
+    _skipped = 0
+
+    def rows(self, example: Prompt) -> list[ExampleRow]:
+        """Encodes a prompt as one row. Raises `UserError` if the chat template rejects it, unless ``skip_bad``."""
+        rendered = self._rendered(example, lambda: self.prompt(example))
+        if rendered is None:
+            return []
+        ids = np.array(rendered[1], np.int64)
+        self._skipped += len(ids) > self.block_size
+        return [ExampleRow(ids, np.zeros(len(ids), bool), 0, example)] if len(ids) <= self.block_size else []
+
+    def notes(self) -> Iterator[str]:
+        """Yields notes about prompts that were skipped."""
+        yield from super().notes()
+        if self._skipped:
+            yield (
+                f"{counted(self._skipped, 'prompt')} skipped: longer than {self.block_size:,} tokens, which answers "
+                "(--answer-tokens) leave of the context (--block-size)"
+            )
+
+
 class PreferenceEncoder(Encoder[Preference]):
     """Encodes preferences as TRL does. Targets are all ids after the common beginning of the prompt and the prompt with
     each answer. A text ends with end-of-text. A sequence longer than the context is truncated."""
@@ -284,13 +308,6 @@ class PreferenceEncoder(Encoder[Preference]):
             return ids if ids[-1] == self.tokenizer.eot else [*ids, self.tokenizer.eot]
         text = chat.render(self.tokenizer, example.prompt + answer, answer=False, variables=example.variables)
         return list(map(int, self.tokenizer.encode(text, specials=True)))
-
-    def prompt(self, example: Preference) -> tuple[str, list[int]]:
-        """Returns the prompt as text, and its ids."""
-        if isinstance(example.prompt, str):
-            return example.prompt, self.tokenizer.prompt(example.prompt)
-        text = chat.render(self.tokenizer, example.prompt, variables=example.variables)
-        return text, self.tokenizer.encode(text, specials=True).tolist()
 
     def notes(self) -> Iterator[str]:
         """Yields notes about preferences that were cut or skipped, and about keys without effect."""

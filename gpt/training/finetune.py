@@ -28,8 +28,9 @@ from gpt.tokenizers.tokenizer import Tokenizer
 # customary (benchmarks/defaults.md).
 LR_FACTOR: dict[Optimizer, float] = {"muon": 0.5, "adamw": 0.2}
 LORA_LR_FACTOR = 2.0
-PREFERENCE_LR_FACTOR = 0.05  # multiplies both for preferences, whose loss has much steeper gradients
+SCORED_LR_FACTOR = 0.05  # multiplies both for preferences and rewards, whose losses have much steeper gradients
 BETA = 0.1  # default of ``--beta``, as in TRL
+GROUP, ANSWER_TOKENS = 16, 256  # defaults of ``--group`` and, in long contexts, of ``--answer-tokens``
 # From this size, AdamW is the default, because a Muon step costs as much as thousands of tokens.
 MIN_ADAMW_PARAMETERS = 100_000_000
 MIN_EPOCHS = 3.0  # default epochs for text; pairs get at least as many

@@ -1,7 +1,7 @@
 """The output of a run: ``run.json``, ``metrics.jsonl``, logs, and notes for the user."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -106,11 +106,10 @@ class Journal:
         if recipe.is_sharded:
             self.note("weights, gradients and optimizer state are sharded")
 
-    def step(self, step: int, lr: float, loss: float, norm: float, rewards: Sequence[float] = ()) -> None:
-        """Reports a step. ``rewards`` are those of preferences."""
+    def step(self, step: int, lr: float, loss: float, norm: float, scores: Mapping[str, float]) -> None:
+        """Reports a step. ``scores`` are those of preferences or answers."""
         speed = self.speed.rates(step * self.recipe.batch_tokens, self.state.step_seconds)
-        named = dict(zip(events.REWARDS, rewards, strict=False))
-        self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed, **named)
+        self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed, **scores)
 
     def report_save(self, step: int) -> None:
         """Reports a checkpoint that is complete on disk."""

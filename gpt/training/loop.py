@@ -25,6 +25,7 @@ from gpt.training.evaluation import evaluate_best, measure_held_out, sample_line
 from gpt.training.journal import Journal
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.preferences import open_reference
+from gpt.training.rewards import with_answers
 from gpt.training.schedule import lr_at
 from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
@@ -45,7 +46,7 @@ class PendingStep:
 
     step: int
     lr: float
-    outcome: Download  # loss in nats per token (with the rewards of preferences), and gradient norm
+    outcome: Download  # loss in nats per token (with the scores of preferences or answers), and gradient norm
 
 
 class Diverged(WorkError):
@@ -102,7 +103,8 @@ class Trainer:
             read_snapshot(path, run.saved, self.strategy).restore(self.strategy, self.stepper.scaler)
             if self.run_recipe.steps > run.saved.recipe.steps:
                 state.evals_since_best = 0  # Reset patience.
-        self.batches = self.teachers.teach(self.data.batches(recipe))
+        batches = with_answers(self.data.batches(recipe), self.strategy, recipe, self.data.tokenizer, self.session.stop)
+        self.batches = self.teachers.teach(batches)
         self.pending: PendingStep | None = None
         self.held_out = self.data.sample_windows(recipe.model.block_size, state.windows)
         self.checkpointer = Checkpointer(
@@ -211,6 +213,8 @@ class Trainer:
         start, self.earlier_position = time.perf_counter(), self.position
         lr = state.rate_factor * lr_at(recipe, self.position + 1)
         world.seed(recipe.seed, state.cycle_step)
+        if recipe.reward:  # The weights that answer must be those of a whole step.
+            self.report_pending()
         x, y, *lesson = self.batches.global_batch(state.cycle_step, world.rank, world.size)
         pending = PendingStep(state.step + 1, lr, self.stepper.step(x, y, lr, *lesson))
         state.step_seconds += time.perf_counter() - start
@@ -227,14 +231,14 @@ class Trainer:
             return
         start = time.perf_counter()
         values, norm = pending.outcome.read(self.world.synchronize)
-        loss, *rewards = values if self.recipe.beta else [values]
+        loss, *scores = values if self.recipe.scores else [values]
         state.step_seconds += time.perf_counter() - start
         uniform_loss = math.log(self.recipe.model.vocab_size)
         is_finite = math.isfinite(loss) and (math.isfinite(norm) or self.stepper.scaler.is_enabled())
         state.has_learnt |= loss < uniform_loss - LOSS_MARGIN
-        has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN
+        has_exploded = state.has_learnt and loss > uniform_loss + LOSS_MARGIN and not self.recipe.reward
         state.bad_steps = 0 if is_finite and not has_exploded else state.bad_steps + 1
-        self.journal.step(pending.step, pending.lr, loss, norm, rewards)
+        self.journal.step(pending.step, pending.lr, loss, norm, dict(zip(self.recipe.scores, scores, strict=True)))
         if state.bad_steps >= MAX_BAD_STEPS:
             raise Diverged(f"the loss became {loss:g} (gradient norm {norm:g})", pending.step, pending.lr)
 
@@ -290,18 +294,20 @@ class Trainer:
         """Measures the held-out loss, always on the same windows. Raises `Diverged` if it is not finite."""
         state, run = self.state, self.run
         measure = partial(
-            measure_held_out, self.strategy, self.data, self.recipe.beta, self.held_out, run.compute, self.session.stop
+            measure_held_out, self.strategy, self.data, self.recipe, self.held_out, run.compute, self.session.stop
         )
-        loss, _, rewards = self.stepper.run_eagerly(measure)
+        loss, _, scores = self.stepper.run_eagerly(measure)
         if not math.isfinite(loss):
             raise Diverged(f"the held-out loss became {loss}", state.step, self.recipe.lr)
         is_best = state.best_loss is None or loss < state.best_loss
         state.evals_since_best = 0 if is_best else state.evals_since_best + 1
         state.best_loss = loss if is_best else state.best_loss
         state.measured_step, state.measured_loss = state.step, loss
-        self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best, **rewards)
-        if state.step == 0 and run.init and not rewards:  # The model is its own reference, with rewards of 0.
-            self.session.note(f"held-out loss of {run.init.name} before the first step: {loss:.4f} nats per token")
+        self.journal.emit(events.EvalEvent, val_loss=loss, best=is_best, **scores)
+        if state.step == 0 and run.init and not self.recipe.beta:  # The model is its own reference, with rewards of 0.
+            what = f"loss of {run.init.name} before the first step: {loss:.4f} nats per token"
+            what = f"reward of {run.init.name} before the first step: {-loss:.4f}" if self.recipe.reward else what
+            self.session.note(f"held-out {what}")
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last good state with a lower learning rate. Raises ``diverged`` on the second rollback."""
@@ -317,7 +323,8 @@ class Trainer:
 
     def fit_memory(self) -> None:
         """Halves the micro-batch until a step fits into memory."""
-        micro_batch = fit_micro_batch(self.stepper, self.data.batches(self.recipe).length)
+        length = self.data.batches(self.recipe).length + self.recipe.answer_tokens
+        micro_batch = fit_micro_batch(self.stepper, length)
         if micro_batch < self.recipe.micro_batch:
             rows = self.recipe.rows
             self.session.note(f"out of memory: from now on, {micro_batch:,} of {rows:,} sequences at once")
@@ -365,11 +372,7 @@ class Trainer:
         """Saves the run and raises `Interrupted`, or `WorkError` if saving fails."""
         state, writer = self.state, self.checkpointer.writer
         self.poll()
-        if state.step and self.world.broadcast_object(lambda: writer.step != state.step):
-            self.checkpointer.save(self.run_recipe)
-        self.world.wait_for_main()
-        writer.wait()
-        self.journal.report_early_end("signal")
+        self.save_early("signal")
         if writer.save_error is not None:
             raise WorkError(
                 f"interrupted at step {state.step:,}, which could not be saved: {error_text(writer.save_error)}",
@@ -381,6 +384,15 @@ class Trainer:
             f"interrupted at step {state.step:,} of {'about ' * self.recipe.is_timed}{self.run_recipe.steps:,}{saved}; "
             f"resume with: {self.run.resume_command}",
         )
+
+    def save_early(self, reason: str) -> None:
+        """Saves the last step, unless it is saved, and reports that the run ended early."""
+        writer = self.checkpointer.writer
+        if self.state.step and self.world.broadcast_object(lambda: writer.step != self.state.step):
+            self.checkpointer.save(self.run_recipe)
+        self.world.wait_for_main()
+        writer.wait()
+        self.journal.report_early_end(reason)
 
     def end_diverged(self, diverged: Diverged) -> NoReturn:
         """Ends a diverged run. Keeps its checkpoints."""
@@ -400,6 +412,9 @@ class Trainer:
                 self.checkpointer.writer.wait()
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
+        elif isinstance(error, WorkError) and self.recipe.reward:  # The program failed.
+            self.save_early("reward")
+            error.hint = f"{error.hint}; then resume with: {self.run.resume_command}"
         if is_out_of_memory(error):
             rows = divisors(self.recipe.rows // self.world.size)
             smaller = [n for n in rows if 2 * n <= self.recipe.micro_batch]

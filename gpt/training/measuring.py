@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from gpt.config import events
@@ -13,9 +14,16 @@ from gpt.model.loss import IGNORED
 from gpt.system.interrupt import StopSignal
 from gpt.training.context import Inputs, Session
 from gpt.training.data import BatchSource
-from gpt.training.evaluation import MAX_CHECKED_PAIRS, estimate_sample_seconds, mean_loss, windows_to_evaluate
+from gpt.training.evaluation import (
+    MAX_CHECKED_PAIRS,
+    estimate_sample_seconds,
+    mean_loss,
+    measure_held_out,
+    windows_to_evaluate,
+)
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.recipe import Facts, Recipe
+from gpt.training.rewards import AnswerBatches, with_answers
 from gpt.training.size import TIMING_SHARE, TIMING_STEPS
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
@@ -56,19 +64,21 @@ class Meter:
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
         batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute, recipe.separator)
+        answered = with_answers(batches, strategy, recipe, data.tokenizer, self.session.stop)
         teachers.pretend_to_read(batches, recipe)
         stepper = Stepper(strategy, recipe, teachers, self.session.note)
-        fit_micro_batch(stepper, batches.length)
+        fit_micro_batch(stepper, batches.length + recipe.answer_tokens)
         if recipe.compile:
             stepper.compile()  # The run itself reports compilation errors.
         max_seconds = TIMING_SHARE * 60 * self.minutes
-        seconds = time_steps(stepper, teachers.teach(batches), max_seconds)
+        seconds = time_steps(stepper, teachers.teach(answered), max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
+        measure = partial(measure_held_out, strategy, data, recipe) if recipe.reward else partial(mean_loss, strategy)
         return Costs(
             token=sum(step_seconds) / len(step_seconds) / recipe.batch_tokens,
-            window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds)),
+            window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds, measure)),
             sample=stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data)),
             # Weights and two moments in float32.
             save=3 * 4 * sum(map(math.prod, strategy.shapes.values())) / SAVE_BYTES_PER_SECOND,
@@ -79,7 +89,9 @@ class Meter:
         )
 
 
-def time_steps(stepper: Stepper, batches: BatchSource | TaughtBatches, max_seconds: float) -> list[float]:
+def time_steps(
+    stepper: Stepper, batches: BatchSource | AnswerBatches | TaughtBatches, max_seconds: float
+) -> list[float]:
     """Times training steps for ``max_seconds``, at most `PROBE_SECONDS`."""
     world, seconds, lesson = stepper.world, list[float](), list[Any]()
     while len(seconds) < PROBE_STEPS or world.broadcast_object(lambda: sum(seconds) < min(max_seconds, PROBE_SECONDS)):
@@ -90,13 +102,15 @@ def time_steps(stepper: Stepper, batches: BatchSource | TaughtBatches, max_secon
     return seconds
 
 
-def measure_window_seconds(strategy: Strategy, windows: Sequence[Window], max_seconds: float) -> float:
+def measure_window_seconds(
+    strategy: Strategy, windows: Sequence[Window], max_seconds: float, measure: Callable[..., object]
+) -> float:
     """Measures evaluation seconds per window on batches of 1, 1, 4, 16, … windows. Stops before a batch that would take
     more than ``max_seconds``. A GPU loads its kernels in the first batch."""
     batch, next_batch, seconds = 1, 1, 1e-9
     while windows:
         start = time.perf_counter()
-        mean_loss(strategy, windows[:batch], strategy.compute, StopSignal())
+        measure(windows[:batch], strategy.compute, StopSignal())
         seconds = max((time.perf_counter() - start) / batch, 1e-9)
         if strategy.world.all_reduce_max(next_batch > len(windows) or next_batch * seconds > max_seconds):
             break

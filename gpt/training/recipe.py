@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
+from gpt.config import events
 from gpt.config.device import Compute
 from gpt.config.model import GPTConfig, Preset, find_preset
 from gpt.config.settings import Amount, Count, Positive, Within
@@ -57,7 +58,7 @@ EVALUATIONS = 20  # default number of evaluations
 PATIENCE_SHARE, MIN_PATIENCE = 0.25, 5
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
-COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "base_dtype", "shard", "recompute")
+COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "base_dtype", "shard", "recompute", "reward")
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Facts:
     local_processes: int = 1  # on this machine
     separator: int = 0  # id that starts a document
     documents: int = 0  # documents of the text
-    rows: int = 0  # rows of examples, or preferences; 0 for text
+    rows: int = 0  # rows of examples, preferences, or answers to all prompts; 0 for text
     sides: int = 1  # sequences per row: 2 for preferences
     base: GPTConfig | None = None  # shape of the base model in fine-tuning
     base_bytes: int = 0  # size of a base model that is quantized
@@ -146,6 +147,9 @@ class Recipe:
     own_teachers: OwnTeachers | None = None
     separator: Count | None = None  # id that starts a document, unless documents see each other
     beta: Amount = 0.0  # of preferences; 0 for other data
+    reward: str | None = None  # the command that rewards answers to prompts; None for other data
+    group: Positive = 1  # answers per prompt
+    answer_tokens: Count = 0  # maximum tokens of an answer; 0 for other data
     budget: TimeBudget | None = None  # None without ``--minutes``, and in drafts
 
     @property
@@ -179,6 +183,11 @@ class Recipe:
         return 2 if self.beta else 1
 
     @property
+    def scores(self) -> tuple[str, ...]:
+        """What a step reports besides the loss, of preferences or answers."""
+        return events.OF_PREFERENCES if self.beta else events.OF_ANSWERS if self.reward else ()
+
+    @property
     def is_sharded(self) -> bool:
         """Whether each process has only a shard of the weights."""
         return self.shard == "full"
@@ -191,10 +200,10 @@ class Recipe:
 
     def uses_cuda_graph(self, compute: Compute, processes: int) -> bool:
         """Whether steps run as CUDA graphs: in a single process, if launching kernels takes longer than running them.
-        Excludes float16, whose loss scale is on the host, recomputation, which reads random states, and preferences,
-        which compute logits only for targets."""
+        Excludes float16, whose loss scale is on the host, recomputation, which reads random states, preferences, which
+        compute logits only for targets, and answers, which are sampled with other graphs."""
         flops = 6 * breakdown(self.model).trainable * self.batch_tokens
-        single = processes == 1 and not self.is_sharded and not self.recompute and not self.beta
+        single = processes == 1 and not self.is_sharded and not self.recompute and not self.scores
         return compute.device.type == "cuda" and single and compute.dtype != torch.float16 and flops < MAX_GRAPH_FLOPS
 
     @property
@@ -222,6 +231,13 @@ def example_context(config: TrainConfig, n_bytes: int, device: str, start: GPTCo
     if start is not None:
         return finetune.training_shape(config, start).block_size
     return config.block_size or find_preset(preset_name(config, n_bytes, device)).model.block_size
+
+
+def limit_answers(config: TrainConfig, block_size: int) -> tuple[int, int]:
+    """The number of answers to a prompt, and the maximum tokens of each. 1 and 0 if a run samples no answers."""
+    if not config.reward:
+        return 1, 0
+    return config.group or finetune.GROUP, config.answer_tokens or min(finetune.ANSWER_TOKENS, block_size // 2)
 
 
 def plan(config: TrainConfig, facts: Facts) -> Recipe:
@@ -296,7 +312,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     facts = facts.with_own_teachers(config.teachers or 0, model)
     _check_contexts(model, config, facts.teachers)
     if base is not None:
-        is_memorized = facts.rows > 0 and facts.sides == 1
+        is_memorized = facts.rows > 0 and facts.sides == 1 and not config.reward
         default_epochs = finetune.choose_epochs(facts.tokens, is_memorized, model, facts.device)
         tokens = min(default_epochs * facts.tokens, max_tokens)
         preset = finetune.shrink_batch(preset, tokens, finetune.PAIR_STEPS if is_memorized else finetune.STEPS)
@@ -313,7 +329,9 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     if facts.teachers and base is None:
         dropout, weight_decay = 0.0, TAUGHT_DECAY
     model = model if config.dropout is not None else replace(model, dropout=dropout)
+    weight_decay = 0.0 if config.reward else weight_decay
     eval_every = config.eval_every or math.ceil(steps / 20)
+    group, answer_tokens = limit_answers(config, model.block_size)
     copied_settings: dict[str, Any] = {option: getattr(config, option) for option in COPIED_SETTINGS}
     recipe = Recipe(
         preset=name,
@@ -340,6 +358,8 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         own_teachers=own_teachers,
         separator=_choose_separator(facts, model),
         beta=(finetune.BETA if config.beta is None else config.beta) if config.preferences else 0.0,
+        group=group,
+        answer_tokens=answer_tokens,
         **copied_settings,
     )
     return replace(recipe, compile=_should_compile(config, recipe, facts))
@@ -426,7 +446,7 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
     lr = preset.lr * (MUON_FACTOR if optimizer == "muon" else 1)
     if config.init is None:
         return lr
-    lr *= finetune.PREFERENCE_LR_FACTOR if config.preferences else 1
+    lr *= finetune.SCORED_LR_FACTOR if config.preferences or config.reward else 1
     return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
 
 
@@ -489,7 +509,7 @@ def _plan_batch(config: TrainConfig, preset: Preset, model: GPTConfig, facts: Fa
     row_tokens = facts.tokens / facts.rows if has_examples else T
     rows = _batch_rows(config, preset, row_tokens, has_examples)
     if config.batch_tokens is None or has_examples:
-        rows += -rows % processes
+        rows += -rows % (processes * limit_answers(config, T)[0])
     check_even_split(rows, processes, None if has_examples else T)
     _check_batch(rows // processes, rows * row_tokens, facts.host_memory)
     setup = _plan_micro_batch(config, model, facts, rows // processes)

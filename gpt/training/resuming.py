@@ -286,7 +286,7 @@ def apply_changes(
 ) -> Recipe:
     """Applies ``changes`` to the recipe, for ``processes`` ranks. Raises `UserError` for fewer steps or a batch
     that the processes cannot split evenly."""
-    check_even_split(recipe.rows, processes)
+    check_even_split(recipe.rows // recipe.group, processes)
     share = recipe.rows // processes
     if share % recipe.micro_batch:
         recipe = replace(recipe, micro_batch=max(d for d in divisors(share) if d <= recipe.micro_batch))
@@ -297,8 +297,9 @@ def apply_changes(
             recipe = replace(recipe, **{name: value})
             if name != "keep":
                 note(f"--{name} {value} instead of {current}: equal up to rounding")
-    if recipe.lora_rank and recipe.is_sharded:
-        raise UserError("adapters do not support sharded weights", "leave out --shard")
+    if (recipe.lora_rank or recipe.reward) and recipe.is_sharded:
+        what = "adapters" if recipe.lora_rank else "rewards"
+        raise UserError(f"{what} do not support sharded weights", "leave out --shard")
     if micro_batch not in (None, "auto"):
         recipe = replace(recipe, micro_batch=parse_micro_batch(micro_batch, share))
         note(f"micro-batch {recipe.micro_batch}: the same sums in another order, so equal up to rounding")

@@ -51,7 +51,36 @@ class Objective(nn.Module):
         return (y != IGNORED).sum()
 
 
-class PreferenceObjective(Objective):
+class ScoredObjective(Objective):
+    """A loss of rows, with scores of them. The batches add ``columns`` numbers to each row."""
+
+    columns = 2
+
+    def count(self, y: Tensor) -> Tensor:
+        """Counts the rows."""
+        return torch.tensor(len(y), device=y.device)
+
+
+class RewardObjective(ScoredObjective):
+    """Minus the rewards of a micro-batch, with their policy gradient, and the rows' other scores, all summed. As in
+    Dr. GRPO (Liu et al. 2025, arXiv 2503.20783), an answer's length does not weigh its tokens."""
+
+    columns = 4
+
+    def __init__(self, model: GPT, chunk: int, answer_tokens: int) -> None:
+        super().__init__(model, chunk)
+        self.answer_tokens = answer_tokens
+
+    def forward(self, x: Tensor, y: Tensor, *scores: Tensor) -> Tensor:
+        """Computes the scores for inputs x and targets y, (rows, T), and the advantages and scores of
+        `gpt.training.rewards.AnswerBatches`, (rows, 4)."""
+        advantages, others = scores[0][:, :1], scores[0][:, 1:].sum(0)
+        factors = (advantages / self.answer_tokens).expand_as(y)
+        total = self.loss(self.model.trunk(x), self.model.unembedding, y, self.chunk, factors=factors)
+        return torch.cat([total - total.detach() - others[:1], others])
+
+
+class PreferenceObjective(ScoredObjective):
     """The `score_preferences` of a micro-batch, summed. The first, the loss of DPO, has a gradient."""
 
     def __init__(self, model: GPT, chunk: int, beta: float) -> None:
@@ -73,15 +102,11 @@ class PreferenceObjective(Objective):
         scores = score_preferences(rewards)
         return torch.cat([scores[:1] + total - total.detach(), scores[1:]])
 
-    def count(self, y: Tensor) -> Tensor:
-        """Counts the preferences."""
-        return torch.tensor(len(y), device=y.device)
-
 
 class Stepper:
     """Takes optimizer steps on all ranks. ``on_uncompiled`` is called with the error if a compiled program fails and is
     dropped. With ``teachers``, the loss is still the cross-entropy with the text; only its gradient changes. The loss
-    of preferences comes with their rewards, as in `score_preferences`."""
+    of preferences and answers comes with their scores."""
 
     def __init__(
         self,
@@ -100,6 +125,8 @@ class Stepper:
         self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight, recipe.separator)
         if recipe.beta:
             self.objective = PreferenceObjective(self.model, recipe.loss_chunk, recipe.beta)
+        elif recipe.reward:
+            self.objective = RewardObjective(self.model, recipe.loss_chunk, recipe.answer_tokens)
         self.wrapped = strategy.wrap(self.objective)
         if self.compute.device.type == "cpu":
             keep_freed_memory()
@@ -172,7 +199,9 @@ class Stepper:
         """Returns arguments of `backward` for a full micro-batch of sequences of ``length`` tokens."""
         sides, device = (2,) * bool(self.recipe.beta), self.compute.device
         x = torch.zeros((self.micro_batch, *sides, length), dtype=torch.long, device=device)
-        lesson = [torch.zeros(x.shape[:2], device=device)] if sides else self.teachers.placeholder(x)
+        lesson = self.teachers.placeholder(x)
+        if isinstance(self.objective, ScoredObjective):
+            lesson = [torch.zeros((len(x), self.objective.columns), device=device)]
         return x, x, torch.tensor(x.numel(), device=device), lesson
 
     def compile(self) -> str | None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ READ_TOKENS = 8192  # positions of a text that teachers read at once
 COPY_BYTES = 2**24  # bytes copied at once
 
 Uint8s = npt.NDArray[np.uint8]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Teachers:
         session.listen(events.Progress("read by the teachers", n, n, "tokens"))
         return codes
 
-    def teach(self, batches: BatchSource) -> BatchSource | TaughtBatches:
+    def teach(self, batches: T) -> T | TaughtBatches:
         """Adds the probabilities to the batches of a text that the teachers have read."""
         if self.codes is None or not isinstance(batches, Batches):
             return batches

@@ -46,6 +46,7 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
     preferences = [{"prompt": f"{n} and 1 =>", "chosen": f" {n + 1}", "rejected": " none"} for n in range(40)]
     Path("prefs.jsonl").write_text("".join(json.dumps(each) + "\n" for each in preferences))
     Path("prompts.jsonl").write_text('{"prompt": "Once upon"}\n{"prompt": "the cat"}\n')
+    Path("score.py").write_text("import sys\nfor line in sys.stdin:\n    print(len(line))\n")
     person = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     Path("person.json").write_text(json.dumps(person))
     Path("notes").mkdir()
