@@ -364,7 +364,7 @@ def test_answers_are_checked_on_samples_of_training_and_held_out_pairs(
         ([{"prompt": "\ud800", "completion": "b"}], [], "pairs.jsonl, line 1: an unpaired surrogate is not a character"),
         ([], [], "pairs.jsonl is empty: 0 pairs"),
         ([{"prompt": "a", "completion": "b"}], [], "too few pairs to hold out 0.1 of them: 1"),
-        ([{"prompt": "a" * 30, "completion": "b" * 40}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 70 tokens, but the context holds 64"),
+        ([{"prompt": "a" * 80, "completion": "b" * 60}] * 3, ["--tokenizer", "bytes"], "line 1: the pair has 140 tokens, but the context holds 128"),
     ],
 )  # fmt: skip
 def test_invalid_pairs_are_one_error_line(

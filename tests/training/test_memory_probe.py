@@ -25,11 +25,11 @@ def limit(monkeypatch: pytest.MonkeyPatch) -> Limit:
     trunk = GPT.trunk
 
     def set_limit(tokens: int, error: Exception | None = None, in_evaluation: bool = False) -> None:
-        def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def limited(self: GPT, idx: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
             if self.training != in_evaluation and idx.numel() > tokens:
                 torch.rand(3)
                 raise error or torch.OutOfMemoryError("CUDA out of memory")
-            return trunk(self, idx, *rest)
+            return trunk(self, idx, *rest, **options)
 
         monkeypatch.setattr(GPT, "trunk", limited)
 
@@ -85,10 +85,10 @@ def test_later_out_of_memory_ends_the_run_with_a_whole_checkpoint(
     expected = train(text, out="whole", **settings)[0].run
     trunk = GPT.trunk
 
-    def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def limited(self: GPT, idx: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         if folder.checkpoints(Path("run")):
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return trunk(self, idx, *rest)
+        return trunk(self, idx, *rest, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(GPT, "trunk", limited)

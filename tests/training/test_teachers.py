@@ -241,7 +241,7 @@ def test_a_copy_of_the_teacher_has_nothing_to_learn(
     for weight, is_zero in ((1.0, True), (0.9, False)):
         result, _ = train(
             Path("pairs.jsonl") if "pairs" in settings else text, vocab_size=None, n_layer=None, n_head=None, n_embd=None,
-            init=base, teacher=base, steps=1, teacher_weight=weight, **settings,
+            arch=None, init=base, teacher=base, steps=1, teacher_weight=weight, **settings,
         )  # fmt: skip
         (norm,) = [line["grad_norm"] for line in curve(result.run) if line["event"] == "step"]
         assert (norm < 1e-5) == is_zero, norm

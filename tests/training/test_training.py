@@ -317,7 +317,7 @@ def test_timed_run_compiles_if_that_pays_back(
     config = TrainConfig(**{"preset": "nano", "teachers": 0, "minutes": minutes, **settings})
     known = facts(tokens=10**6, vocab_size=1024, dtype="bfloat16", has_compiler=True)
     draft = recipe.plan(config, known)
-    token = slowness * recipe.estimate_seconds(draft, "cpu", "bfloat16") / draft.tokens(draft.steps)
+    token = slowness * recipe.estimate_seconds(draft, "cpu", "bfloat16") / (draft.steps * draft.batch_tokens)
     costs = dataclasses.replace(QUICK, token=token or 1e-3, elapsed=5.0)
     plan = recipe.plan(config, dataclasses.replace(known, costs=costs))
     assert plan.compile == compiles
@@ -520,7 +520,7 @@ def test_only_runs_on_examples_have_patience_by_default(known: Any, settings: An
     [
         ({}, "overfitted after", "overfitted, and the best checkpoint is used"),
         ({"lora_rank": 4, "lr": 0.1}, "the held-out loss was lowest at", "saturated"),  # too small to overfit
-        ({"teachers": 1}, "overfitted after", ""),
+        ({"teachers": 1}, "the held-out loss was lowest at", ""),
     ],
 )
 def test_fine_tunes_that_do_not_improve_stop_and_use_the_best_checkpoint(
@@ -537,7 +537,8 @@ def test_fine_tunes_that_do_not_improve_stop_and_use_the_best_checkpoint(
     evals = [event for event in heard if isinstance(event, events.EvalEvent)]
     patience = json.loads(Path("tuned/run.json").read_text())["resolved"]["patience"]
     assert result.steps == best + 4 * patience < 120
-    assert min(evals, key=lambda event: event.val_loss if event.step else 99).step == best
+    start = 60 if "teachers" in settings else 0  # The teacher's evaluations do not count.
+    assert min((event for event in evals if event.step > start), key=lambda event: event.val_loss).step == best
     notes = [event.text for event in heard if isinstance(event, events.Note)]
     assert any(note.startswith(f"{words} step {best}; that checkpoint is used") for note in notes)
     sample = next(event for event in reversed(heard) if isinstance(event, events.SampleEvent))
@@ -719,10 +720,10 @@ def test_every_preset_resolves() -> None:
     [
         ({"epochs": 1.0}, (0.0, 0.1)),
         ({"epochs": 4.0, "n_tokens": 45_000}, (0.0, 0.33)),  # A decay of 1 would need 12 epochs.
-        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.29)),  # A decay of 1 would need 34 epochs.
+        ({"epochs": 10.0, "n_tokens": 400_000}, (0.0, 0.28)),  # A decay of 1 would need 36 epochs.
         ({"epochs": 18.0, "n_tokens": 45_000}, (0.1, 1.0)),
         ({"epochs": 18.0, "n_tokens": 60_000}, (0.0, 1.0)),
-        ({"epochs": 6.0, "dropout": 0.3}, (0.3, 0.5)),
+        ({"epochs": 6.0, "dropout": 0.3}, (0.3, 0.47)),
         ({"epochs": 6.0, "weight_decay": 0.0}, (0.0, 0.0)),
     ],
 )
@@ -770,7 +771,7 @@ def test_gpu_compiles_long_runs_of_large_models(settings: dict[str, Any], compil
     ("settings", "message"),
     [
         ({"epochs": 0.0}, "epochs is 0;"),
-        ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 64"),
+        ({"batch_tokens": 100}, "batch-tokens 100 is not a multiple of the context, 128"),
         ({"micro_batch": "3"}, "a micro-batch of 3 does not divide"),
         ({"micro_batch": "x"}, 'micro-batch is "x"'),
         ({"dropout": 1.0}, "dropout is 1.0"),
