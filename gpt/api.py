@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import itertools
 import math
 import tempfile
@@ -485,6 +486,7 @@ def compare_with_base(
     sampling = SampleConfig(max_tokens=before_after.ANSWER_TOKENS)
 
     def measure(path: Path) -> before_after.Measurement:
+        gc.collect()  # Frees the other model, whose engine refers to itself.
         note(f"measuring {path}")
         model, means = load(path, note=note), []
         for text, open_windows in texts.items():

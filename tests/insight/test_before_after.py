@@ -1,6 +1,7 @@
 """`gpt report --before-after`: a fine-tuned run compared with its base."""
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from conftest import Gpt, one_line_of_what_and_what_next
 
 import gpt as library
+from gpt import api
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "sample_every": 0, "out": "tuned", "steps": 3, "warmup": 0}
 
@@ -59,3 +61,20 @@ def test_run_needs_a_base_that_is_unchanged(gpt: Gpt, run_folder: Path, second_t
     record["init"]["sha256"] = {"model.safetensors": "0" * 64}
     Path("tuned/run.json").write_text(json.dumps(record))
     one_line_of_what_and_what_next(gpt("report", "tuned", "--before-after"), "whose weights have changed")
+
+
+def test_only_one_model_is_in_memory(run_folder: Path, second_text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = []
+    alive: list[int] = []
+    load = api.load
+
+    def observe(*arguments: Any, **options: Any) -> Any:
+        alive.append(sum(model() is not None for model in models))
+        loaded = load(*arguments, **options)
+        models.append(weakref.ref(loaded.model))
+        return loaded
+
+    library.train(second_text, init=run_folder, **SETTINGS)
+    monkeypatch.setattr(api, "load", observe)
+    api.compare_with_base("tuned")
+    assert alive == [0, 0]
