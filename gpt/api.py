@@ -2,6 +2,9 @@
 
 import contextlib
 import functools
+import gc
+import itertools
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence, Sized
@@ -17,7 +20,7 @@ from gpt.config import events
 from gpt.config.bench import BenchConfig
 from gpt.config.device import Compute
 from gpt.config.export import ExportConfig
-from gpt.config.model import PRESETS
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.config.sample import Dtype, SampleConfig
 from gpt.config.settings import from_dict
 from gpt.config.text import ReadConfig, TextConfig
@@ -29,13 +32,24 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
 from gpt.decoding.weights import dtype_name, expected_bytes, find_library, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
-from gpt.insight.evaluate import Documents, Encoded, Evaluation, OnWindow, evaluate
+from gpt.insight.evaluate import (
+    WINDOW,
+    Documents,
+    Encoded,
+    Evaluation,
+    OnWindow,
+    evaluate,
+    score_windows,
+    total_loss,
+    windows,
+)
 from gpt.model.decoder import GPT
 from gpt.model.params import breakdown
 from gpt.model.quantize import BITS, quantize_model
 from gpt.runs import checkpoint, folder, gguf_model, model_config
+from gpt.runs.record import RunRecord
 from gpt.runs.sampling_defaults import SamplingDefaults, read_defaults
-from gpt.system.errors import Interrupted, UserError, did_you_mean
+from gpt.system.errors import Interrupted, UserError, WorkError, did_you_mean
 from gpt.system.interrupt import StopSignal
 from gpt.tokenizers.tokenizer import Tokenizer
 
@@ -45,8 +59,10 @@ if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.export import Exported
     from gpt.exporting.source import SourceModel
+    from gpt.insight.before_after import BeforeAfter
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
+    from gpt.training.data import Dataset
 
 
 class Writing:
@@ -407,6 +423,92 @@ def _measure_losses(
             losses.append(result.loss)
             del model  # Keep only one model in memory.
     return losses
+
+
+def compare_with_base(
+    run: str | Path,
+    also: str | None = None,
+    *,
+    listen: "Listener" = lambda event: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> "BeforeAfter":
+    """Compares a fine-tuned ``run`` with the model that it started from: losses on the run's held-out text and on
+    ``also``, answers to the same prompts with the same seeds, and token probabilities in a held-out passage. Loads one
+    model at a time. Raises `UserError` if the run has no base, or if the base or the held-out text is gone."""
+    from gpt.insight import before_after
+    from gpt.insight.openings import choose_openings
+    from gpt.insight.report import training_tokens
+    from gpt.training.resuming import place_of
+
+    record, run = RunRecord.read(Path(run)), Path(run)
+    if record.init is None:
+        message = f"{run} has no base to compare with: it was not started from a model"
+        raise UserError(message, "--before-after needs a run of gpt train --init MODEL")
+    paths = [folder.find_checkpoint(place_of(record.init)), folder.find_checkpoint(str(run), note)]
+    if folder.weight_checksums(paths[0]) != record.init.sha256:
+        raise UserError(f"{run} was started from {record.init.model}, whose weights have changed", "restore them")
+    (base, _), (tuned, tokenizer) = map(checkpoint.peek, paths)
+    if tuned.vocab_size > base.vocab_size:
+        message = f"{run} has {tuned.vocab_size - base.vocab_size:,} tokens that its base {record.init.model} lacks"
+        raise UserError(message, "compare runs of a base with a chat template, or on text")
+    block_size = min(WINDOW, base.block_size, tuned.block_size)
+    tokens = training_tokens(run, record)
+    data = _open_run_data(run, record, tokens, tokenizer, base, note)
+    sides = 2 if data.preferences else 1  # Only chosen answers are measured.
+    samples = data.sample_windows(block_size, before_after.PROMPTS * sides)[::sides]
+    if not samples:
+        raise UserError(f"{run} holds out no text to compare on", "train with --val-fraction above 0")
+    prompts, passages = zip(*map(before_after.cut, samples), strict=True)
+    name, passage = "held-out answers", passages[len(samples) // 2]
+    if not data.rows and tokens is not None:
+        openings = choose_openings(tokens.stream("val"), tokenizer, before_after.PROMPTS)
+        name, prompts = "held-out text", tuple(map(tokenizer.prompt, openings or [""]))
+    texts: dict[str, Any] = {name: lambda: itertools.islice(data.windows(block_size), 0, None, sides)}
+    sampling = SampleConfig(max_tokens=before_after.ANSWER_TOKENS)
+
+    def measure(path: Path) -> before_after.Measurement:
+        gc.collect()  # Frees the other model, whose engine refers to itself.
+        note(f"measuring {path}")
+        model, means = load(path, note=note), []
+        for text, open_windows in texts.items():
+            total, count = total_loss(model.model, open_windows(), model.compute)
+            if not math.isfinite(total) or not count:
+                raise WorkError(f"the loss of {path} on {text} is {total} for {count:,} tokens", "use another text")
+            means.append(total / count)
+        answers = ["".join(model.write(prompt, sampling)) for prompt in prompts]
+        ((_, losses),) = score_windows(model.model, [passage], model.compute)
+        return means, answers, losses.tolist()
+
+    with contextlib.ExitStack() as stack:
+        if also is not None:
+            opened = _open_documents([also], tokenizer, ReadConfig(), "val", listen, note)
+            documents = stack.enter_context(opened)[1]
+            texts[also] = lambda: windows(documents, block_size)
+        before, after = map(measure, paths)
+    names = record.init.model, str(paths[1])
+    return before_after.compare(names, list(texts), prompts, passage, tokenizer, before, after)
+
+
+def _open_run_data(
+    run: Path,
+    record: RunRecord,
+    tokens: "TokenFolder | None",
+    tokenizer: Tokenizer,
+    base: GPTConfig,
+    note: Callable[[str], None],
+) -> "Dataset":
+    """Opens the text of a run, or its examples. Raises `UserError` if it is gone or has changed."""
+    from gpt.training.data import load_tokens, open_examples
+
+    if tokens is not None and tokens.adopt_tokenizer(tokenizer):
+        return load_tokens(tokens, found=False)
+    config = from_dict(TrainConfig, record.settings or {}, "run.json")
+    if not config.has_examples:
+        raise UserError(f"the tokens of {run} are gone", "restore them, or compare on texts with two gpt eval")
+    data = open_examples(record.texts or [], config, "cpu", note, tokenizer, base)
+    if record.sources != data.sources:
+        raise UserError(f"the text of {run} has changed: {', '.join(record.texts or [])}", "restore it")
+    return data
 
 
 def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":

@@ -1,13 +1,15 @@
 """``gpt report``."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gpt.system.errors import UserError
 
-from ..options import Json, OutPage, Quiet
-from ..show import page, progress
+from .. import inputs
+from ..options import Json, OutPage, Quiet, option
+from ..show import page, progress, render
 
 if TYPE_CHECKING:
     from gpt.insight.report import Report
@@ -20,6 +22,14 @@ def report(
             metavar="RUN", help="Run folders, or files with the curves of other programs", show_default="the newest run"
         ),
     ] = None,
+    before_after: Annotated[
+        bool,
+        option("--before-after", help="Compare a fine-tuned run with its base: losses, answers, token probabilities"),
+    ] = False,
+    also: Annotated[
+        str | None,
+        option(metavar="TEXT", help="Also compare the losses on TEXT, to see what was forgotten (--before-after)"),
+    ] = None,
     out: OutPage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -30,9 +40,12 @@ def report(
     gpt report
     gpt report runs/book -o report.html
     gpt report runs/a runs/b
+    gpt report runs/tuned --before-after --also wikitext-2
     """
     page.check_out(out)
     run_reports = _read_reports(runs, quiet)
+    if before_after or also is not None:
+        run_reports = [_compare(run_report, also, quiet) for run_report in run_reports]
     from ..show import json_report, render_report
 
     page.show(
@@ -54,3 +67,12 @@ def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":
         with progress.Bar("compared", "tokens", quiet) as bar:
             run_reports.append(reports.report(path, bar.reach))
     return run_reports
+
+
+def _compare(run_report: "Report", also: str | None, quiet: bool) -> "Report":
+    inputs.announce_stdin([also] if also else [])
+    with progress.startup_spinner(quiet):
+        from gpt import api
+    with progress.TrainDisplay(quiet) as display:
+        compared = api.compare_with_base(run_report.path, also, listen=display, note=render.note)
+    return replace(run_report, before_after=compared)

@@ -113,6 +113,28 @@ const copying = section("Copying", runs.filter((run) => run.steps.step.length).m
     copied.longest ? el("pre", {}, copied.text) : null];
 }).flat());
 
+// Losses, answers and token probabilities of fine-tuned runs and of their base models.
+const signed = (number) => `${number > 0 ? "+" : ""}${number.toFixed(4)}`;
+const changes = (label, unit, rows) => scroller(label, el("table", {}, el("thead", {}, el("tr", {}, [unit, "before", "after", "change"]
+  .map((name, i) => el("th", { class: i ? "number" : "" }, name)))), el("tbody", {}, rows.map((row) => el("tr", {}, el("th", { scope: "row" }, row.text),
+  [row.before.toFixed(4), row.after.toFixed(4), signed(row.change)].map((cell) => el("td", { class: "number" }, cell)))))));
+for (const run of runs.filter((run) => run.before_after)) {
+  const { base, tuned, losses, answers, passage, most } = run.before_after, largest = Math.max(...passage.map((token) => Math.abs(token.change))) || 1;
+  const strip = el("p", { class: "tokens" });
+  for (const token of passage) {
+    const shade = `color-mix(in srgb, var(${token.change > 0 ? "--c0" : "--c1"}) ${Math.round(70 * Math.abs(token.change) / largest)}%, transparent)`;
+    strip.append(el("span", { class: "token", style: `background:${shade}`, title: `log-probability ${token.before.toFixed(4)} → ${token.after.toFixed(4)}` }, token.text));
+    if (token.text.endsWith("\\n")) strip.append(el("br"));
+  }
+  const swatch = (colour) => el("span", { class: "swatch", style: `background:var(${colour})` });
+  section(runs.length > 1 ? `Before and after: ${run.name}` : "Before and after", el("p", { class: "soft" }, `before: ${base}; after: ${tuned}`),
+    el("h3", {}, "Loss, nats per token"), changes("losses before and after", "loss on", losses),
+    el("h3", {}, "Answers with the same seed"), answers.flatMap((answer) => [el("p", { class: "soft" }, "prompt"), el("pre", {}, answer.prompt),
+      el("div", { class: "beside" }, ["before", "after"].map((when) => el("div", {}, el("p", { class: "soft" }, when), el("pre", {}, answer[when]))))]),
+    el("h3", {}, "A held-out passage"), el("p", { class: "soft" }, swatch("--c0"), "more likely after ", swatch("--c1"), "less likely after"), strip,
+    el("h3", {}, "Most changed log-probabilities"), changes("most changed tokens", "token", most.map((at) => ({ ...passage[at], text: showSpaces(passage[at].text) }))));
+}
+
 // Settings that differ come first; the others are folded.
 const keys = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))].filter((key) => runs.some((run) => (run.settings[key] ?? null) !== null));
 const differing = runs.length > 1 ? keys.filter((key) => data.differing.includes(key)) : [], others = keys.filter((key) => !differing.includes(key));

@@ -30,6 +30,7 @@ def report_data(report: Report, max_points: int | None = None) -> Tree:
         "best": history.best and pick(history.best, "step", "val_loss"),
         "samples": _samples(report),
         "copying": _copying(report),
+        "before_after": report.before_after and asdict(report.before_after),
         "rollbacks": [pick(rollback, "step", "failed_step", "why") for rollback in history.rollbacks],
         "resumes": [resume.step for resume in history.resumes],
         "end": history.end and pick(history.end, *end_keys),

@@ -52,6 +52,8 @@ def reports(run_reports: "Sequence[Report]") -> None:
         console.print(_settings_table(own_runs, data["differing"]))
     for run in own_runs:
         _print_sample(run, console)
+        if run["before_after"]:
+            _print_before_after(run["before_after"], console)
 
 
 def _charts(data: dict[str, Any]) -> Iterator[Chart]:
@@ -153,6 +155,26 @@ def _print_sample(run: dict[str, Any], console: Console) -> None:
         console.print(Text(line, "yellow"))
     if run["unread_lines"]:
         console.print(Text(f"{counted(run['unread_lines'], 'line')} of its metrics could not be read", "yellow"))
+
+
+def _print_before_after(compared: dict[str, Any], console: Console) -> None:
+    """Prints the losses before and after fine-tuning, the answers, and the tokens that changed most."""
+
+    def print_changes(title: str, unit: str, rows: Sequence[dict[str, Any]]) -> None:
+        table = render.table(unit, ">before", ">after", ">change", title=f"\n{title}")
+        for row in rows:
+            table.add_row(Text(row["text"]), f"{row['before']:.4f}", f"{row['after']:.4f}", f"{row['change']:+.4f}")
+        console.print(table)
+
+    names = f"before: {compared['base']}; after: {compared['tuned']}"
+    print_changes(names, "loss, nats per token", compared["losses"])
+    for answer in compared["answers"]:
+        console.print(Text(f"\n{render.excerpt(answer['prompt'], SAMPLE_LINES)}", "dim"))
+        for when in ("before", "after"):
+            console.print(Text(when, "bold"))
+            console.print(Text(render.excerpt(answer[when], SAMPLE_LINES), "italic"))
+    most = [compared["passage"][at] for at in compared["most"]]
+    print_changes("most changed log-probabilities in a held-out passage", "token", most)
 
 
 def copying_line(run: dict[str, Any]) -> str:

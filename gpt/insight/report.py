@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from gpt.config import events
 from gpt.config.settings import Amount, Count, checked
@@ -22,6 +22,9 @@ from gpt.runs.record import RECORD, RunRecord
 from gpt.system.errors import UserError
 from gpt.system.files import LINES_LIMIT, file_sha256, open_regular, read_lines, reading
 from gpt.tokenizers.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from gpt.insight.before_after import BeforeAfter
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
@@ -127,6 +130,7 @@ class Report:
     history: History
     copying: Copying | None
     is_run: bool = True  # False for another program's curve
+    before_after: "BeforeAfter | None" = None
 
     @property
     def name(self) -> str:

@@ -219,7 +219,7 @@ def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
         return find_init(config)
     if not world.is_main:
         return open_init(config, recorded.model, Path(recorded.path), recorded.sha256)
-    return _check_unchanged(started, recorded, find_init(replace(config, init=_place_of(recorded))))
+    return _check_unchanged(started, recorded, find_init(replace(config, init=place_of(recorded))))
 
 
 def restore_teachers(started: StartedRun, world: World) -> list[InitCheckpoint]:
@@ -229,10 +229,10 @@ def restore_teachers(started: StartedRun, world: World) -> list[InitCheckpoint]:
         return [find_teacher(name) for name in config.teacher]
     if not world.is_main:
         return [open_init(config, each.model, Path(each.path), each.sha256) for each in recorded]
-    return [_check_unchanged(started, each, find_teacher(_place_of(each))) for each in recorded]
+    return [_check_unchanged(started, each, find_teacher(place_of(each))) for each in recorded]
 
 
-def _place_of(recorded: StartRecord) -> str:
+def place_of(recorded: StartRecord) -> str:
     """Returns the name of a recorded model, as `gpt.runs.folder.find_checkpoint` takes it."""
     path = Path(recorded.path)
     return f"{recorded.model.partition('@')[0]}@{path.name}" if hub.is_remote(recorded.model) else str(path)

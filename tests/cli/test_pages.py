@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ import pytest
 import torch
 from colours import contrast
 from conftest import Gpt, make_text
-from gpt_cli.show import json_inspect, ticks
+from gpt_cli.show import json_inspect, json_report, ticks
 from gpt_cli.show import page as pages
 
 import gpt as library
 from gpt.config.model import PRESETS, GPTConfig
 from gpt.decoding import logits as filters
-from gpt.insight import inspect
+from gpt.insight import inspect, report
+from gpt.insight.before_after import BeforeAfter, Change
 from gpt.model.decoder import GPT
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 
@@ -450,3 +452,19 @@ def test_params_page_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, work
     assert page.locator("#compared tbody td.number").first.inner_text() == "124,439,808"
     gpt("params", "--list", "-o", "all.html")
     assert open_page(Path("all.html")).locator("#compared tbody tr").count() == len(PRESETS)
+
+
+def test_before_and_after_shows_the_values_of_the_json(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
+    evil = "<img src=x>"
+    change = Change(evil, -2.0, -1.0, 1.0)
+    answers = [{"prompt": evil, "before": f"{evil} old", "after": f"{evil} new"}]
+    compared = BeforeAfter("base", "tuned", [Change("held-out text", 3.0, 2.5, -0.5)], answers, [change], [0])
+    data = json_report.report_page([replace(report.report(two_runs[0]), before_after=compared)])
+    Path("r.html").write_bytes(pages.html("report", "report", data))
+    page = open_page(Path("r.html"))
+    section = page.locator("section", has=page.get_by_role("heading", name="Before and after"))
+    assert section.locator("td.number").all_inner_texts()[:3] == ["3.0000", "2.5000", "-0.5000"]
+    assert section.locator("pre").all_inner_texts() == [evil, f"{evil} old", f"{evil} new"]
+    assert section.locator(".token").all_inner_texts() == [evil]
+    assert section.locator("td.number").all_inner_texts()[3:] == ["-2.0000", "-1.0000", "+1.0000"]
+    assert page.locator("img").count() == 0
