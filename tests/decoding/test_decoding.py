@@ -67,7 +67,7 @@ def test_rotary_model_attends_to_exactly_the_last_16_positions(
     long_model = tiny_model(128, "rotary", arch)
 
     def attend_in_band(
-        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, scale: float | None, documents: None
     ) -> Tensor:
         position = torch.arange(q.size(2))
         band = (position <= position[:, None]) & (position > position[:, None] - 16)

@@ -43,7 +43,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     (folder / "text.txt").write_bytes(make_text().encode())
     settings: dict[str, Any] = {**TINY, "steps": 4, "dtype": "float32", "vocab_size": 300}
     return {
-        arch: gpt.train(folder / "text.txt", out=str(folder / arch), arch=arch, **settings).run
+        arch: gpt.train(folder / "text.txt", out=str(folder / arch), **settings | {"arch": arch}).run
         for arch in ("gpt2", "modern")
     }
 

@@ -185,10 +185,10 @@ def test_out_of_memory_before_the_first_step_halves_the_micro_batch(
 ) -> None:
     trunk = GPT.trunk
 
-    def limited(self: GPT, idx: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def limited(self: GPT, idx: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
         if self.training and len(idx) > 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return trunk(self, idx, *rest)
+        return trunk(self, idx, *rest, **options)
 
     with disguise():
         _, small_events = train("cuda", micro_batch="1", dropout=0.1)

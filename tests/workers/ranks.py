@@ -28,7 +28,7 @@ from gpt.training import evaluation, memory_probe
 from gpt.training import step as stepping
 from gpt.training.checkpointing import Checkpointer
 from gpt.training.strategy import MOMENT, WEIGHT
-from gpt.training.time_budget import Clock, TimeBudget
+from gpt.training.time_budget import Clock, Costs, TimeBudget
 
 SMALL: dict[str, Any] = {
     "n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 16, "batch_tokens": 128, "dtype": "float32",
@@ -116,7 +116,7 @@ def steady_clock(steps: int, ahead: float = 0.0, cycles: int = 1) -> Iterator[No
         vars(clock)["reads"] = vars(clock).get("reads", -1) + 1
         return min(1.0, vars(clock)["reads"] / steps + ahead)
 
-    def tokens(budget: TimeBudget, elapsed: float, token_seconds: float, step_tokens: int) -> float:
+    def tokens(budget: TimeBudget, costs: Costs, step_tokens: int) -> float:
         return float(cycles * steps * step_tokens)
 
     with mock.patch.object(Clock, "share", share), mock.patch.object(TimeBudget, "tokens", tokens):
