@@ -39,8 +39,8 @@ def test_bench_of_a_preset_uses_random_weights(gpt: Gpt) -> None:
     assert "nano" in output
     assert "int8" in output
     assert "GB/s" in output
-    result = gpt("bench", "-m", "nano", "-n", "60")
-    assert (result.code, "16 + 60 tokens do not fit in the context of 64" in result.err) == (2, True)
+    result = gpt("bench", "-m", "nano", "-n", "120")
+    assert (result.code, "32 + 120 tokens do not fit in the context of 128" in result.err) == (2, True)
 
 
 @pytest.mark.parametrize("is_preset", [True, False])

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Done, make_text
 
-PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb", "bench -m gpt2")
+PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb", "bench -m gpt2", "--also")
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -71,6 +71,7 @@ def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
             at = words.index("<")
             stdin = Path(words[at + 1]).read_bytes()
             words = words[:at]
+        words = words[: words.index(">")] if ">" in words else words
         result = gpt(*words[1:], stdin=stdin)
         assert result.code == 0, f"{line}\n{result.err}"
         assert result.out

@@ -270,7 +270,7 @@ from pathlib import Path
 from gpt.training import step
 def resident(what):
     return 1024 * int(re.search(rf"{what}:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
-asked = dict(device="cpu", dropout=0.0, vocab_size=400, sample_every=0, steps=2, eval_every=2)
+asked = dict(device="cpu", arch="gpt2", dropout=0.0, vocab_size=400, sample_every=0, steps=2, eval_every=2)
 step.keep_freed_memory = lambda: None
 gpt.train(sys.argv[1], n_layer=2, n_head=2, n_embd=32, block_size=128, batch_tokens=256, **asked)
 before = resident("VmRSS")
