@@ -34,8 +34,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 Message = Mapping[str, Any]  # Role, content and other keys that templates read.
-Variables = Mapping[str, Any]  # Further variables of a template.
-Tools = Sequence[Mapping[str, Any]]  # Descriptions of functions, as in OpenAI's API.
+Variables = Mapping[str, Any]  # Further variables of a template, such as ``tools``.
 NO_VARIABLES: Variables = types.MappingProxyType({})
 Span = tuple[int, int]  # Start and end, in characters.
 
@@ -46,6 +45,18 @@ def reasoning(message: Message) -> dict[str, str]:
     return {} if reasoning_text is None else dict.fromkeys(REASONING_KEYS[:2], reasoning_text)
 
 
+def read_call(call: Any) -> dict[str, Any] | None:
+    """Returns a tool call with its arguments as an object, which chat templates read, or None if it is invalid."""
+    function = call.get("function") if isinstance(call, dict) else None
+    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
+    try:
+        arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    is_valid = isinstance(name, str) and isinstance(arguments, dict)
+    return {**call, "function": {"name": name, "arguments": arguments}} if is_valid else None
+
+
 def render(
     tokenizer: Tokenizer,
     messages: Sequence[Message],
@@ -53,18 +64,17 @@ def render(
     answer: bool = True,
     open_end: bool = False,
     variables: Variables = NO_VARIABLES,
-    tools: Tools | None = None,
 ) -> str:
     """Returns the text of a conversation, like Transformers' ``apply_chat_template``.
 
     ``answer`` adds the start of an answer (``add_generation_prompt``). ``open_end`` stops after the last message's
-    content (``continue_final_message``). The template can read ``variables`` and ``tools``. Only one call runs at a
-    time. Raises `UserError` if the template is missing, rejects the conversation, takes too long or renders nothing.
+    content (``continue_final_message``). The template can read ``variables``. Only one call runs at a time. Raises
+    `UserError` if the template is missing, rejects the conversation, takes too long or renders nothing.
     """
     if open_end:
         *earlier, last = messages
         messages = [*earlier, {**last, "content": last["content"] + _CONTINUE_TAG}]
-    text = _render_parts(tokenizer, messages, [(len(messages), answer)], variables, tools)[0][0]
+    text = _render_parts(tokenizer, messages, [(len(messages), answer)], variables)[0][0]
     if open_end:
         text = _cut_at_tag(text, last["content"])
     if not text:
@@ -154,27 +164,21 @@ def _find_answers(
         tagged_message = {**messages[0], "content": _CONTINUE_TAG}
         (tagged_text,), _ = _render_parts(tokenizer, [tagged_message], [(1, False)], variables)
         prompts[0] = tagged_text[: max(0, tagged_text.find(_CONTINUE_TAG.strip()))]
-    contents = [messages[index]["content"] for index in indices]
-    is_incremental = all(
-        full_text.startswith(after) and after.startswith(prompt)
-        for prompt, after in zip(prompts, texts_after, strict=True)
-    )
+    # Calls follow the content, so an answer with calls ends with the last special token.
+    contents = ["" if "tool_calls" in messages[index] else messages[index]["content"] for index in indices]
     starts, specials = [len(prompt) for prompt in prompts], tokenizer.special_pattern()
-    if not is_incremental:
+    continues_prompts = all(map(str.startswith, texts_after, prompts))
+    if not continues_prompts:
         texts_before, _ = _render_parts(tokenizer, messages, [(index or 1, False) for index in indices], variables)
         texts_before[0] = texts_before[0] if indices[0] else ""
         starts = [
             _find_start(*answer, specials) for answer in zip(texts_before, prompts, texts_after, contents, strict=True)
         ]
-    spans = [
-        (start, _find_end(after, start, content, specials))
-        for start, after, content in zip(starts, texts_after, contents, strict=True)
-    ]
-    return (
-        [(full_text, spans)]
-        if is_incremental
-        else [(after, [span]) for after, span in zip(texts_after, spans, strict=True)]
-    )
+    ends = [_find_end(*answer, specials) for answer in zip(texts_after, starts, contents, strict=True)]
+    rows = [(after, [(start, end)]) for after, start, end in zip(texts_after, starts, ends, strict=True)]
+    if continues_prompts and all(full_text.startswith(after[: span[1]]) for after, (span,) in rows):
+        return [(full_text, [span for _, (span,) in rows])]
+    return rows
 
 
 def _find_start(before: str, prompt: str, after: str, content: str, specials: re.Pattern[str]) -> int:
@@ -233,7 +237,6 @@ def _render_parts(
     messages: Sequence[Message],
     parts: Sequence[tuple[int, bool]],
     variables: Variables,
-    tools: Tools | None = None,
 ) -> tuple[list[str], list[Span]]:
     """Returns the text of each part, and the spans of the last text. A part is the number of messages to render, and
     whether to start an answer after them."""
@@ -243,12 +246,16 @@ def _render_parts(
             "train it with gpt train --chat, put a chat_template.jinja into its folder, or use it without chat: "
             "gpt sample PROMPT, /v1/completions",
         )
+    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    if has_calls and "tool_calls" not in tokenizer.chat_template:
+        raise UserError(
+            "the chat template cannot write tool calls", "use a model or --tokenizer with another chat template"
+        )
     renderer = _get_renderer(tokenizer.chat_template, tuple(sorted(special_words(tokenizer).items())))
     # "developer" is OpenAI's name for the system role. Most models never saw it in training.
     role_names = {} if "developer" in tokenizer.chat_template else {"developer": "system"}
     renamed_messages = [{**message, "role": role_names.get(message["role"], message["role"])} for message in messages]
-    request = {"messages": renamed_messages, "tools": tools, "parts": parts, "variables": dict(variables)}
-    reply = renderer.ask(request)
+    reply = renderer.ask({"messages": renamed_messages, "parts": parts, "variables": dict(variables)})
     return reply["texts"], [(start, end) for start, end in reply["spans"]]
 
 

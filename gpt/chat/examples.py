@@ -20,23 +20,22 @@ from gpt.documents.formats import BadRecord, RecordForm, get_string, option_hint
 from gpt.documents.unpack import Source
 from gpt.system.errors import UserError
 
-ROLES = ("system", "developer", "user", "assistant")
+ROLES = ("system", "developer", "user", "assistant", "tool")
 # docs/fine-tune.md has a table of these keys.
 _ROLE_SYNONYMS = {"human": "user", "gpt": "assistant", "model": "assistant"}
-_TOOL_KEYS = ("tools", "functions", "tool_calls", "function_call", "tool_call_id")
-_TOOL_ROLES = ("tool", "function", "ipython", "function_call", "observation")
 _TRAIN_KEYS = ("weight", "train", "training", "trainable", "train_on_turn", "loss", "loss_mask")
-_UNSUPPORTED = (
-    "images", "image", "videos", "video", "audios", "audio", "documents", "chosen", "rejected", "mask", "history",
-    "train_detail", "training_detail",
+_REFUSED = (
+    "functions", "function_call", "images", "image", "videos", "video", "audios", "audio", "documents", "chosen",
+    "rejected", "mask", "history", "train_detail", "training_detail",
 )  # fmt: skip
 HARMLESS = (
     "id", "idx", "index", "uuid", "hash", "source", "dataset", "split", "language", "lang", "category", "task", "topic",
     "tags", "title", "url", "license", "model", "score", "timestamp", "created_at", "metadata", "meta", "prompt_id",
-    "conversation_id", "message_id", "num_turns", "parallel_tool_calls",
+    "conversation_id", "message_id", "num_turns", "tool_call_id", "parallel_tool_calls",
 )  # fmt: skip
-_REFUSED = (*_TOOL_KEYS, *_UNSUPPORTED)
-_MESSAGE_KEYS = {"role", "content", "from", "value", "masked", *chat.REASONING_KEYS, *_TRAIN_KEYS, *_REFUSED}
+_MESSAGE_KEYS = {
+    "role", "content", "from", "value", "masked", "tool_calls", *chat.REASONING_KEYS, *_TRAIN_KEYS, *_REFUSED,
+}  # fmt: skip
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 
@@ -107,7 +106,7 @@ class Pair(Example):
 class Conversation(Example):
     """Messages with role, content, optional reasoning and other keys that a template can read. ``where`` is the file
     and line. ``context`` lists the indexes of assistant messages excluded from the loss. ``variables`` are the record's
-    ``chat_template_kwargs``."""
+    ``tools`` and ``chat_template_kwargs``."""
 
     option = "--chat"
     singular, plural = "conversation", "conversations"
@@ -122,7 +121,7 @@ class Conversation(Example):
             ("conversations",), ("conversation",), ("instruction", "input", "output"), ("instruction", "output"),
             ("prompt", "completion"),
         ),
-        optional=("system", "chat_template_kwargs", *_REFUSED),
+        optional=("system", "tools", "chat_template_kwargs", *_REFUSED),
     )  # fmt: skip
 
     messages: list[dict[str, Any]]
@@ -142,12 +141,13 @@ class Conversation(Example):
     @property
     def texts(self) -> list[str]:
         """The contents and the reasoning."""
-        return [message[key] for message in self.messages for key in ("content", "reasoning_content") if key in message]
+        values = (message.get(key) for message in self.messages for key in ("content", "reasoning_content"))
+        return [value for value in values if value]
 
     @property
     def words(self) -> list[str]:
         """Each message's role, as ChatML writes it, and content."""
-        return [text for message in self.messages for text in (f"{message['role']}\n", message["content"])]
+        return [text for message in self.messages for text in (f"{message['role']}\n", message["content"] or "")]
 
     @property
     def identity(self) -> str:
@@ -160,7 +160,7 @@ class Conversation(Example):
 @dataclass(frozen=True)
 class Preference(Example):
     """A prompt with a better and a worse continuation: texts, or lists of messages. ``where`` is the file and line.
-    ``variables`` are the record's ``chat_template_kwargs``."""
+    ``variables`` are the record's ``tools`` and ``chat_template_kwargs``."""
 
     option = "--preferences"
     singular, plural = "preference", "preferences"
@@ -172,7 +172,7 @@ class Preference(Example):
         '--preferences reads records {"prompt": …, "chosen": …, "rejected": …}, each a text or a list of messages',
         strings=False,
         alternatives=(("chosen", "rejected"),),
-        optional=("chat_template_kwargs", *(key for key in _REFUSED if key not in ("chosen", "rejected"))),
+        optional=("tools", "chat_template_kwargs", *(key for key in _REFUSED if key not in ("chosen", "rejected"))),
     )
 
     prompt: Any
@@ -186,7 +186,12 @@ class Preference(Example):
     def texts(self) -> list[str]:
         """The prompt and both answers, each as one text."""
         parts = (self.prompt, self.chosen, self.rejected)
-        return [part if isinstance(part, str) else "\n".join(each["content"] for each in part) for part in parts]
+        return [part if isinstance(part, str) else "\n".join(each["content"] or "" for each in part) for part in parts]
+
+    @property
+    def identity(self) -> str:
+        """The prompt, both answers and the variables as JSON."""
+        return json.dumps([self.prompt, self.chosen, self.rejected, self.variables])
 
     @property
     def group(self) -> str:
@@ -312,7 +317,10 @@ def _read_variables(record: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(variables, dict) or not _RESERVED.isdisjoint(variables):
         problem = f'"chat_template_kwargs" is not an object without {", ".join(sorted(_RESERVED))}'
         raise BadRecord(problem, 'it has variables of the chat template, such as {"enable_thinking": false}')
-    return variables
+    tools = _find_objects(record.get("tools") or [])
+    if tools is None:
+        raise BadRecord('"tools" is not a list of objects', "describe functions as in OpenAI's API")
+    return {**variables, "tools": tools} if tools else variables
 
 
 def _read_messages(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
@@ -332,7 +340,7 @@ def _read_messages(record: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
     return messages, prompt_length
 
 
-def _parse_message(message: dict[str, Any]) -> dict[str, str]:
+def _parse_message(message: dict[str, Any]) -> dict[str, Any]:
     """Returns role, content, optional reasoning and the message's other keys, as chat templates read them."""
     if "from" in message and "role" not in message:  # ShareGPT's keys.
         message = {**message, "role": message["from"], "content": message.get("value")}
@@ -348,7 +356,13 @@ def _parse_message(message: dict[str, Any]) -> dict[str, str]:
             raise BadRecord('a part of "content" is excluded from the loss', "only whole messages can be excluded")
         message = {**message, "content": "".join(part["text"] for part in content)}
     others = {key: value for key, value in message.items() if value is not None and key not in _MESSAGE_KEYS}
-    text = get_string(message, "content", Conversation.records.hint, null=False)
+    if calls := message.get("tool_calls"):
+        others["tool_calls"] = [*map(chat.read_call, calls if isinstance(calls, list) else [None])]
+        if role != "assistant" or None in others["tool_calls"]:
+            hint = 'an assistant calls {"type": "function", "function": {"name": "…", "arguments": {…}}}'
+            raise BadRecord('"tool_calls" is not a list of calls of functions', hint)
+    is_call = calls and message.get("content") is None
+    text = None if is_call else get_string(message, "content", Conversation.records.hint, null=False)
     return {"role": role, "content": text, **chat.reasoning(message), **others}
 
 
@@ -365,12 +379,6 @@ def _is_trained_on(message: dict[str, Any]) -> bool:
 def _check_supported(values: dict[str, Any], form: RecordForm[Any]) -> None:
     """Raises `BadRecord` if a record or message has something that cannot be trained on."""
     used = [key for key in form.optional if key in _REFUSED and str(parse_column(values.get(key)) or "").strip()]
-    roles = {values.get(key) for key in ("role", "from") if isinstance(values.get(key), str)}
-    if not {*_TOOL_KEYS}.isdisjoint(used) or not roles.isdisjoint(_TOOL_ROLES):
-        raise BadRecord(
-            "it uses tools, which are not supported",
-            f"give conversations with the roles {', '.join(ROLES)}, without tools; --skip-bad skips others",
-        )
     if used:
         hint = option_hint(values, "remove it, or use --skip-bad to skip such records")
         raise BadRecord(f'"{used[0]}" is not supported', hint)

@@ -2,9 +2,9 @@
 template can loop forever or allocate gigabytes, and Python cannot stop a thread.
 
 The first line of stdin is ``{"template", "words", "seconds", "memory", "longest"}``; each later line is a request
-``{"messages", "tools", "parts", "variables"}``. A part ``[n, answer]`` requests the text of the first n messages,
-rendered with ``add_generation_prompt=answer``. ``variables`` are further template variables. The program answers each
-request with a line: ``{"texts", "spans"}`` or ``{"error"}``. ``spans`` are the character ranges inside
+``{"messages", "parts", "variables"}``. A part ``[n, answer]`` requests the text of the first n messages, rendered with
+``add_generation_prompt=answer``. ``variables`` are further template variables, such as ``tools``. The program answers
+each request with a line: ``{"texts", "spans"}`` or ``{"error"}``. ``spans`` are the character ranges inside
 ``{% generation %}`` in the last text. A request that takes longer than ``seconds`` ends the process.
 
 Filters, functions and tags match transformers' `apply_chat_template`. The program imports nothing from gpt.
@@ -91,12 +91,12 @@ class Renderer:
         self.generation: Any = environment.extensions[_Generation.identifier]
         self.template, self.specials, self.max_length = environment.from_string(template), specials, max_length
 
-    def render(self, messages: list[Any], tools: list[Any] | None, answer: bool, variables: dict[str, Any]) -> str:
+    def render(self, messages: list[Any], answer: bool, variables: dict[str, Any]) -> str:
         """Returns the text of messages, and records the ``spans`` of the generation tag."""
         pieces: list[str] = []
         self.generation.length, self.generation.spans = 0, []
-        arguments = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": answer}
-        for piece in self.template.generate({**variables, **self.specials, **arguments}):
+        arguments = {**self.specials, "messages": messages, "add_generation_prompt": answer}
+        for piece in self.template.generate({"tools": None, "documents": None, **variables, **arguments}):
             pieces.append(piece)
             self.generation.length += len(piece)
             if self.generation.length > self.max_length:
@@ -106,8 +106,7 @@ class Renderer:
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request."""
         texts = [
-            self.render(request["messages"][:count], request["tools"], answer, request["variables"])
-            for count, answer in request["parts"]
+            self.render(request["messages"][:count], answer, request["variables"]) for count, answer in request["parts"]
         ]
         return {"texts": texts, "spans": self.generation.spans}
 

@@ -99,7 +99,7 @@ def find_format(tokenizer: Tokenizer) -> CallFormat:
 
     def render(count: int) -> tuple[str, list[re.Match[str]]]:
         answer = {"role": "assistant", "content": "", "tool_calls": calls[:count]}
-        text = chat.render(tokenizer, [question, answer], answer=False, tools=specs)
+        text = chat.render(tokenizer, [question, answer], answer=False, variables={"tools": specs})
         call = r'\{"name": "probe", "(arguments|parameters)": \{"key": \d\}(?:, "id": "\d+")?\}'
         return text, [*re.finditer(call, text)][-count:]
 
@@ -109,7 +109,7 @@ def find_format(tokenizer: Tokenizer) -> CallFormat:
         return text[: next(ends, None)]
 
     try:
-        prompt = chat.render(tokenizer, [question], tools=specs).rstrip().removesuffix(THINK).rstrip()
+        prompt = chat.render(tokenizer, [question], variables={"tools": specs}).rstrip().removesuffix(THINK).rstrip()
         text, [call] = render(1)
     except (UserError, ValueError):
         return PLAIN

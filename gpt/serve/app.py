@@ -284,9 +284,9 @@ class Server:
             call_format = service.call_format if tools or has_calls else None
             is_plain = call_format is not None and not call_format.in_template
             options = {"answer": chat_prompt.answer, "open_end": chat_prompt.open_end}
-            specs = tools.specs if tools and not is_plain else None
+            variables = {**chat_prompt.variables, "tools": tools.specs if tools and not is_plain else None}
             shown = tool_calls.as_plain_text(messages, tools) if is_plain else messages
-            text = chat.render(tokenizer, shown, **options, variables=chat_prompt.variables, tools=specs)
+            text = chat.render(tokenizer, shown, **options, variables=variables)
             thinking: Thinking = "" if chat_prompt.open_end else tool_calls.find_thinking(tokenizer, text)
             if thinking == "open" and not chat_prompt.thinks:  # The template cannot turn reasoning off.
                 text, thinking = f"{text}\n{END_THINK}\n\n", ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpt.chat.chat import reasoning
+from gpt.chat.chat import read_call, reasoning
 from gpt.chat.tool_calls import CallFormat, Tools
 from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Thinking
@@ -409,18 +409,13 @@ def _read_message(message: Any) -> dict[str, Any]:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Reads a call in an assistant message. Chat templates read its arguments as an object."""
-    function = call.get("function") if isinstance(call, dict) else None
-    name, arguments = (function.get("name"), function.get("arguments")) if isinstance(function, dict) else (None, None)
-    try:
-        arguments = json.loads(arguments or "{}") if isinstance(arguments, str | None) else arguments
-    except (ValueError, RecursionError):
-        arguments = None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
+    """Reads a call in an assistant message."""
+    checked_call = read_call(call)
+    if checked_call is None:
         problem = f"has the call {_abbreviate(call)}; it needs a function with a name, and arguments that are an object"
         raise _field_error("messages", problem)
-    function = _clean_object("messages", {"name": name, "arguments": arguments})
-    return {"id": clean(str(call.get("id", ""))), "type": "function", "function": function}
+    function = _clean_object("messages", checked_call["function"])
+    return {"id": clean(str(checked_call.get("id", ""))), "type": "function", "function": function}
 
 
 def _read_tools(fields: _Fields) -> Tools | None:

@@ -381,14 +381,16 @@ def test_missing_special_tokens_are_added_to_the_model(run_folder: Path, workdir
         ({"messages": [{"role": "user"}]}, 'it has no "content"'),
         ({"messages": [*CHAT[:1], {"role": "assistant", "content": None}]}, '"content" is not a string'),
         ({"messages": [{"role": "critic", "content": "x"}]}, "there is no role 'critic'"),
-        ({"messages": [*CHAT[:2], {"role": "assistant", "content": "Let me see.", "tool_calls": [{}]}]}, "it uses tools"),
-        ({"messages": [*CHAT[:2], {"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, "it uses tools"),
-        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}, *CHAT]}, "it uses tools, which are not supported"),
-        ({"messages": CHAT[:2], "tools": [{"type": "function"}]}, "it uses tools, which are not supported"),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": "Let me see.", "tool_calls": [{}]}]}, '"tool_calls" is not a list of calls'),
+        ({"messages": [*CHAT[:1], {**CHAT[1], "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, '"tool_calls" is not a list of calls'),
+        ({"messages": [{**CHAT[0], "tool_calls": [{"function": {"name": "f"}}]}, CHAT[1]]}, '"tool_calls" is not a list of calls'),
+        ({"messages": [*CHAT[:2], {"role": "assistant", "content": None, "function_call": {"name": "f"}}]}, '"function_call" is not supported'),
+        ({"messages": [{"role": "tool", "content": {"x": 1}}, *CHAT]}, '"content" is not a string'),
+        ({"messages": CHAT[:2], "tools": ["add"]}, '"tools" is not a list of objects'),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT]}, '"content" has a part that is not text'),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0.5}]}, '"weight" is 0.5, not 0 or 1'),
         ({"messages": [CHAT[0], {**CHAT[1], "weight": 0}]}, "every assistant message has .*: there is nothing to learn"),
-        ({"conversations": [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"}]}, "it uses tools"),
+        ({"conversations": [{"from": "observation", "value": "5"}, {"from": "gpt", "value": "5"}]}, "there is no role 'observation'"),
         ({"instruction": "Add.", "input": "1 2", "output": None}, '"output" is not a string'),
         ({"instruction": "Add.", "input": [1, 2], "output": "3"}, '"input" is not a string'),
         ({"prompt": "a", "completion": "b"}, 'it has no list of objects "prompt"'),
@@ -431,8 +433,11 @@ def test_conversations_are_read_from_parquet_and_json(workdir: Path) -> None:
     for table, message in (
         (pa.table({"text": ["x"]}), 'x.parquet: it has no "messages"; its columns: text'),
         (pa.table({"messages": ["x"]}), 'x.parquet, row 1: it has no list of objects "messages"'),
-        (pa.table({"messages": [CHAT], "tools": [json.dumps([{"type": "function"}])]}), "row 1: it uses tools"),
-        (pa.table({"messages": [CHAT, CHAT, [CHAT[0], tool_call]]}), "x.parquet, row 3: it uses tools"),
+        (pa.table({"messages": [CHAT], "tools": ["add"]}), 'row 1: "tools" is not a list of objects'),
+        (
+            pa.table({"messages": [CHAT, CHAT, [CHAT[0], tool_call]]}),
+            'x.parquet, row 3: "tool_calls" is not a list of calls',
+        ),
     ):
         parquet.write_table(table, "x.parquet")
         with pytest.raises(UserError, match=message):
@@ -770,13 +775,16 @@ def test_keys_are_taken_as_the_guide_says(key: str, place: str, treatment: str, 
     tokenizer = with_chat_template(
         chat.with_template(bytes_tokenizer()),
         chat.CHATML.replace(
-            "message['content']", "(message.name or message.reasoning_content or '') + message['content']"
+            "message['content']",
+            "(message.name or message.reasoning_content or message.tool_calls or tools or '') | string"
+            " + message['content']",
         ),
     )
     values = {
         "chat_template_kwargs": {"enable_thinking": False}, "system": "Be brief.", "masked": True, "name": "Ann",
         "reasoning_content": "Hm.", "thinking": "Hm.", "reasoning": "Hm.", "messages": CHAT, "conversation": CHAT,
         "conversations": CHAT, "role": "assistant", "from": "assistant", "content": "x", "value": "x",
+        "tools": [{"type": "function"}], "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}],
     }  # fmt: skip
     value = values.get(key, 0 if key in MASKS else "x")
     record: dict[str, Any] = {"messages": [dict(message) for message in CHAT]}
@@ -789,7 +797,7 @@ def test_keys_are_taken_as_the_guide_says(key: str, place: str, treatment: str, 
         record["messages"][1][key] = value
     Path("x.jsonl").write_text(json.dumps(record) + "\n")
     if treatment == "refused":
-        with pytest.raises(UserError, match=f'"{key}" is not supported|it uses tools'):
+        with pytest.raises(UserError, match=f'"{key}" is not supported'):
             read("x.jsonl")
         return
     (conversation,) = read("x.jsonl")

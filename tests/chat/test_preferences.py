@@ -132,7 +132,7 @@ def test_gradients_equal_autograd_through_transformers(base: Path) -> None:
         ({"chosen": "a", "rejected": "b"}, "it has no prompt"),
         ({"chosen": turns("a"), "rejected": turns("a", "b")}, "it has no prompt, or no answer"),
         ({"chosen": turns("a", "b"), "rejected": [{"role": "user"}]}, 'it has no "content"'),
-        ({"tools": [1], **RECORDS[0]}, "it uses tools"),
+        ({"tools": [1], **RECORDS[0]}, '"tools" is not a list of objects'),
         ("{", "not JSON"),
     ],
 )
