@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from gpt.config.device import Compute
 from gpt.parallel import environment
-from gpt.system.errors import PeerLost, UserError, WorkError, first_line
+from gpt.system.errors import PeerLost, ProgramFailure, UserError, WorkError, first_line
 from gpt.system.interrupt import Stopped
 from gpt.system.peaks import cores
 
@@ -201,14 +201,17 @@ class Ranks(World):
             value = make()
         except UserError as user_error:
             error = user_error
-        message = None if error is None else [isinstance(error, WorkError), error.message, error.hint]
+        kinds = {kind.__name__: kind for kind in (ProgramFailure, WorkError, UserError)}
+        message = None
+        if error is not None:
+            message = [next(name for name, kind in kinds.items() if isinstance(error, kind)), error.message, error.hint]
         for rank, failure in enumerate(self._gather_all(message)):
             if failure is not None:
                 self.wait_for_main()
-                is_work_error, text, hint = failure
+                name, text, hint = failure
                 if rank and (error is None or text != error.message):
                     text = f"process {rank}: {text}"
-                raise (WorkError if is_work_error else UserError)(text, hint)
+                raise kinds[name](text, hint)
         return value  # type: ignore[return-value]
 
     def assert_same(self, values: Mapping[str, Any]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from gpt.system.errors import UserError, WorkError
+from gpt.system.errors import ProgramFailure, UserError
 
 
 def start_program(program: Path, settings: Mapping[str, Any], owner: object) -> "subprocess.Popen[bytes]":
@@ -47,23 +47,23 @@ def split_command(command: str) -> list[str]:
 
 def run_command(command: str, data: bytes, seconds: float) -> list[str]:
     """Runs a command without a shell, with ``data`` as its input, and returns the lines of its output. Raises
-    `WorkError` if it fails, or takes more than ``seconds``. A Ctrl-C does not reach it."""
+    `ProgramFailure` if it fails, or takes more than ``seconds``. A Ctrl-C does not reach it."""
     pipe, words = subprocess.PIPE, split_command(command)
     try:
         process = subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     except OSError as error:
-        raise WorkError(f"{command} cannot be started: {error.strerror or error}", "make it executable") from None
+        raise ProgramFailure(f"{command} cannot be started: {error.strerror or error}", "make it executable") from None
     try:
         output, errors = process.communicate(data, seconds)
     except subprocess.TimeoutExpired:
-        raise WorkError(
+        raise ProgramFailure(
             f"{command} took more than {seconds:.0f} s", "make it faster, or end what it waits for"
         ) from None
     finally:
         end_program(process)
     if process.returncode:
         last = (errors.decode("utf-8", "replace").strip().splitlines() or ["it printed no error"])[-1]
-        raise WorkError(f"{command} failed with exit code {process.returncode}: {last:.200}", "correct it")
+        raise ProgramFailure(f"{command} failed with exit code {process.returncode}: {last:.200}", "correct it")
     return output.decode("utf-8", "replace").splitlines()
 
 

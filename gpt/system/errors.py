@@ -47,6 +47,10 @@ class WorkError(UserError):
     exit_code = 1
 
 
+class ProgramFailure(WorkError):
+    """The failure of a program of the user's."""
+
+
 class NotANumber(WorkError):
     """A model computed NaN or infinity: its weights are damaged, or the dtype is too narrow."""
 

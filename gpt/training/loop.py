@@ -17,7 +17,7 @@ from gpt.config.device import Download
 from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder
 from gpt.runs.sampling_defaults import NO_DEFAULTS, read_defaults
-from gpt.system.errors import Interrupted, PeerLost, WorkError, device_failure, is_out_of_memory
+from gpt.system.errors import Interrupted, PeerLost, ProgramFailure, WorkError, device_failure, is_out_of_memory
 from gpt.system.interrupt import Stopped
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
@@ -412,7 +412,7 @@ class Trainer:
                 self.checkpointer.writer.wait()
         if isinstance(error, PeerLost):
             error.hint = f"resume with: {self.run.resume_command}"
-        elif isinstance(error, WorkError) and self.recipe.reward:  # The program failed.
+        elif isinstance(error, ProgramFailure):
             self.save_early("reward")
             error.hint = f"{error.hint}; then resume with: {self.run.resume_command}"
         if is_out_of_memory(error):

@@ -17,7 +17,7 @@ from gpt.decoding.write import TextGenerator
 from gpt.insight.evaluate import Window, pad
 from gpt.model.decoder import GPT
 from gpt.system.child import run_command
-from gpt.system.errors import WorkError
+from gpt.system.errors import ProgramFailure
 from gpt.system.interrupt import Stopped, StopSignal
 from gpt.system.words import as_json
 from gpt.tokenizers.tokenizer import Tokenizer
@@ -44,7 +44,7 @@ class Judge:
         self, prompts: Sequence[ExampleRow], compute: Compute, config: SampleConfig, num: int = 1, seed: int = 0
     ) -> tuple[list[list[int]], npt.NDArray[np.float32]]:
         """Returns the ids of ``num`` answers to each prompt in turn, with their end-of-text, and their rewards. Raises
-        `WorkError` on all ranks if the program fails, and `Stopped` after a signal to a single process."""
+        `ProgramFailure` on all ranks if the program fails, and `Stopped` after a signal to a single process."""
         return self.strategy.world.raise_on_all(lambda: self._answer(prompts, compute, config, num, seed))
 
     def _answer(
@@ -81,7 +81,7 @@ class Judge:
             if line.strip()
         ]
         if len(output) != len(lines):
-            raise WorkError(f"{command} wrote {len(output):,} lines for {len(lines):,} answers", hint)
+            raise ProgramFailure(f"{command} wrote {len(output):,} lines for {len(lines):,} answers", hint)
         rewards = []
         for number, line in enumerate(output, 1):
             try:
@@ -89,7 +89,9 @@ class Judge:
             except ValueError:
                 rewards.append(math.nan)
             if not abs(rewards[-1]) < 3e38:
-                raise WorkError(f'{command} wrote "{line:.80}" in line {number:,}, which is not a finite number', hint)
+                raise ProgramFailure(
+                    f'{command} wrote "{line:.80}" in line {number:,}, which is not a finite number', hint
+                )
         return np.array(rewards, np.float32)
 
     def measure(
