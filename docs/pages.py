@@ -32,7 +32,7 @@ TRAIN_COMMANDS: dict[str, list[str]] = {
     BOOK: ["book.txt"],
     CHAT: ["chats.jsonl", "--chat", "--init", BOOK],
     GPT2: ["book.txt", "--arch", "gpt2", "--block-size", "64"],
-    BANDS: ["book.txt", "--window", "4", "--minutes", "1"],
+    BANDS: ["book.txt", "--preset", "nano", "--window", "4", "--steps", "400"],
 }
 # Commands that write a page with `-o FILE.html`, for screenshots.
 PAGE_COMMANDS: dict[str, list[str]] = {
@@ -162,9 +162,9 @@ def _clip_section(selector: str, height: float | None = None) -> Callable[[Page]
     return clip
 
 
-def _clip_box(selector: str) -> Callable[[Page], dict[str, float]]:
-    """Returns a function that clips an element."""
-    return lambda page: _find_box(page, selector)
+def _clip_box(selector: str, width: float = 960) -> Callable[[Page], dict[str, float]]:
+    """Returns a function that clips an element of at most ``width`` pixels."""
+    return lambda page: (box := _find_box(page, selector)) | {"width": min(width, box["width"])}
 
 
 def _clip_next_token(**controls: float) -> Callable[[Page], dict[str, float]]:
@@ -190,8 +190,8 @@ def _find_box(page: Page, selector: str) -> dict[str, float]:
 SCREENSHOTS: dict[str, Callable[[Page], dict[str, float]]] = {
     "tokens": _clip_section("#strip"),
     "neighbors": _clip_box(".cards"),
-    "bands": _clip_box(".heads"),
-    "heads": _clip_box(".heads"),
+    "bands": _clip_box(".heads", 560),
+    "heads": _clip_box(".heads", 480),
     "attention": _clip_attention,
     "head": _clip_box("#map"),
     "strip": _clip_strip,
