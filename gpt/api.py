@@ -17,10 +17,9 @@ import torch
 
 from gpt.config import device as devices
 from gpt.config import events
-from gpt.config.bench import BenchConfig
 from gpt.config.device import Compute
 from gpt.config.export import ExportConfig
-from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.config.sample import Dtype, SampleConfig
 from gpt.config.settings import from_dict
 from gpt.config.text import ReadConfig, TextConfig
@@ -30,7 +29,7 @@ from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
-from gpt.decoding.weights import dtype_name, expected_bytes, find_library, prepare
+from gpt.decoding.weights import expected_bytes, find_library, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.insight.evaluate import (
     WINDOW,
@@ -56,7 +55,6 @@ from gpt.tokenizers.tokenizer import Tokenizer
 if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.corpus.corpus import Listener
     from gpt.corpus.token_folder import TokenFolder
-    from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.export import Exported
     from gpt.exporting.source import SourceModel
     from gpt.insight.before_after import BeforeAfter
@@ -298,49 +296,6 @@ def pick(device: str, dtype: str) -> Compute:
     if dtype not in get_args(Dtype):
         raise UserError(f'there is no dtype "{dtype}"', did_you_mean(dtype, get_args(Dtype)))
     return devices.pick(device, "auto" if dtype in BITS else dtype)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The result of `bench`."""
-
-    name: str
-    parameters: int
-    device: str
-    dtype: str
-    settings: BenchConfig
-    speed: "DecodingSpeed"
-
-
-def bench(
-    target: str | Path | None = None,
-    config: BenchConfig | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    threads: int | None = None,
-    note: Callable[[str], None] = lambda text: None,
-) -> Measured:
-    """Measures generation speed. ``target`` is a preset, with random weights, or a model as in `load`."""
-    from gpt.decoding.bench import measure
-
-    config = config or BenchConfig()
-    if isinstance(target, str) and target in PRESETS:
-        compute = pick(device, dtype)
-        with compute.device:
-            model = GPT(PRESETS[target].model).eval()
-        devices.use_threads(compute, threads, breakdown(model.config).trainable)
-        prepare(model, compute, note, BITS.get(dtype))
-        compute = devices.lend_threads(compute) if native.is_packed(model) else compute
-        name = target
-    else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
-        model, compute, name = loaded.model, loaded.compute, str(loaded.path)
-    config = config.fitted(model.config.block_size)
-    speed = measure(model, compute, config, note)
-    parameters = breakdown(model.config).trainable
-    device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, parameters, device_name, dtype_name(model, compute), config, speed)
 
 
 def export(

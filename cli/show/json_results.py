@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt.api import Measured
     from gpt.corpus.token_folder import TokenFolder
     from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece
@@ -69,12 +68,6 @@ def scored_tokens(window: "Window", losses: Any, tokenizer: "Tokenizer") -> Iter
         id = int(window.y[at])
         location = {"document": window.document, "position": window.start + at + 1}
         yield {**location, "token": id, "text": tokenizer.decode([id]), "logprob": -loss}
-
-
-def speed(measured: "Measured") -> Tree:
-    """Returns the object of ``gpt bench --json``."""
-    values = pick(measured, "name", "parameters", "device", "dtype")
-    return values | asdict(measured.settings) | asdict(measured.speed)
 
 
 def exported(exported: "Exported") -> Tree:

@@ -180,7 +180,7 @@ def test_invalid_options_are_errors(gpt: Gpt, run_folder: Path) -> None:
         "--dtype int7": 'there is no dtype "int7"',
     }.items():
         assert_error(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
-    assert 'did you mean "int8"?' in gpt("bench", "-m", run_folder, "--dtype", "int7").err
+    assert 'did you mean "int8"?' in gpt("sample", "the", "-m", run_folder, "--dtype", "int7").err
 
 
 # Log-probabilities
@@ -395,7 +395,7 @@ def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Pat
         "assert gc.isenabled()  # it is not while torch is imported\n"
         "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'transformers', 'tokenizers', 'huggingface_hub',"
         " 'gpt.training', 'gpt.exporting', 'gpt.serve', 'gpt.parallel.world', 'gpt.corpus.corpus', 'gpt.documents.download',"
-        " 'gpt.corpus.tokenize', 'gpt.decoding.bench', 'gpt.insight.inspect', 'gpt_cli.commands.train', 'gpt_cli.commands.params'} & set(sys.modules)\n"
+        " 'gpt.corpus.tokenize', 'gpt.insight.inspect', 'gpt_cli.commands.train', 'gpt_cli.commands.params'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

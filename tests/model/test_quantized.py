@@ -1,6 +1,5 @@
 """Quantization, and models that are quantized when they are loaded."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, slow
 from models import loud, save
 from torch import Tensor
 
@@ -157,9 +155,3 @@ def test_c_refuses_numbers_without_a_scale(bits: int, number: float, match: str)
     weight[280, 40] = number
     with pytest.raises(UserError, match=match):
         native.PackedLinear(lib, weight, None, bits)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8", slow("int4")])
-def test_bench_reports_the_dtype(gpt: Gpt, folders: Callable[[str], Path], dtype: str) -> None:
-    command = ("bench", "-m", folders("gpt2"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
-    assert json.loads(gpt(*command, "--dtype", dtype).out)["dtype"] == dtype

@@ -137,7 +137,7 @@ EXPORT = ("export -m BAD -o new", 2)
 RESUME = ("train --resume BAD --quiet", 1)
 READ_COMMANDS = (
     (SAMPLE, 1), ("params BAD", 1), ("tokenizer encode --show abc -m BAD", 1), ("inspect neighbors ab -m BAD", 4),
-    ("eval small.txt -m BAD --json", 4), ("bench -m BAD --new-tokens 2 --prompt-tokens 2 --json", 40),
+    ("eval small.txt -m BAD --json", 4),
 )  # fmt: skip
 SUBJECTS = (
     Subject("run", "run.json", (*REPORT_COMMANDS, (SAMPLE, 2), EXPORT, RESUME)),

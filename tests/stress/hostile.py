@@ -48,7 +48,7 @@ STATUSES = (0, 1, 2, 130, 143)
 EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
 CHANCE = 0.25  # Probability of a nonsense value
 WEIGHTS = {
-    "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "bench": 3, "inspect": 12,
+    "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "inspect": 12,
     "tokenizer": 10, "data": 3, "export": 6, "serve": 2, "chat": 4,
 }  # fmt: skip
 TINY = [
@@ -152,7 +152,7 @@ def draw(rng: random.Random, commands: dict[tuple[str, ...], Any]) -> Case:
     arguments = [item for item in params if item not in options]
     if path == ("train",) and rng.random() < 0.9:
         case.words += TINY
-    if path[0] in ("sample", "chat", "export", "tokenizer", "inspect", "eval", "bench", "serve") and rng.random() < 0.9:
+    if path[0] in ("sample", "chat", "export", "tokenizer", "inspect", "eval", "serve") and rng.random() < 0.9:
         case.words += ["-m", "run"] if any(item.name == "model" for item in options) else []
     if path in (("sample",), ("chat",)):
         case.words += ["-n", "4"]
