@@ -77,7 +77,7 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
         run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
-    texts = {report.held_out for report in reports if report.is_run}
+    texts = {report.held_out for report in reports}
     return {
         "runs": runs,
         "unit": unit,
