@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.runs.folder import newest_run
 from gpt.system.errors import UserError
 
 from .. import inputs
@@ -59,6 +58,7 @@ def report(
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":
     with progress.startup_spinner(quiet):
         from gpt.insight import report as reports
+        from gpt.runs.folder import newest_run
     paths = [Path(word) for word in runs] if runs else [newest_run()]
     if len(set(paths)) < len(paths):
         raise UserError("the same run was given twice", "give each run once")

@@ -41,7 +41,6 @@ class Checkpointer:
         self.run, self.strategy, self.scaler, self.state, self.tokenizer = run, strategy, scaler, state, tokenizer
         self.journal = journal
         self.snapshot = Snapshot()  # the rollback target
-        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(strategy.model).items()}
         moments = strategy.optimizer.shapes(strategy.shapes)
         elements = sum(map(math.prod, [*strategy.shapes.values(), *moments.values()]))
         self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
@@ -91,7 +90,6 @@ class Checkpointer:
             store = partial(adapter.contents, run.init.adapter(recipe.lora_rank, recipe.lora_alpha), roles)
         full = {name: self.strategy.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
         weights = with_prefix(full, WEIGHT)
-        weights = weights if "adapter" in meta else {**self.position_tables, **weights}
         state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
 
         def build_files() -> Files:

@@ -21,7 +21,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "modern": MODERN | {"n_kv_head": 1},
     "untied": MODERN | {"qk_norm": False, "biases": "qkv", "tied": False},
-    "sinusoidal": {"positions": "sinusoidal"},
     "own": {"positions": "rotary"},
     "narrow": {"n_embd": 24},  # Rows of 24 do not divide into groups of 32.
 }
