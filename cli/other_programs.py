@@ -64,7 +64,6 @@ _FOREIGN_OPTIONS = {
     "--shard": "fsdp zero",
     "--log": "wandb report-to",
     "--model": "model-name model-path model-name-or-path model-id checkpoint ckpt ckpt-path",
-    "--base": "base-model",
     "--out": "output output-dir out-dir output-file outfile save-dir",
     "--temperature": "temp",
     "--max-tokens": "n-predict max-new-tokens num-predict max-length max-completion-tokens length",

@@ -222,7 +222,6 @@ def _open_documents(
 def load(
     path: str | Path | None = None,
     *,
-    base: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -231,14 +230,14 @@ def load(
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
     Transformers folder. The default is the newest run. If the latest checkpoint is damaged, calls ``note`` and loads
-    the previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
+    the previous one. Raises `UserError` if the model is missing
     or damaged.
 
     With ``for_decoding``, the weights are laid out for generating text, in ``dtype``. The model can then be neither
     trained nor saved, and the default number of ``threads`` depends on its size. On a CPU, the quantized matrices of a
     GGUF file are used as they are, unless ``dtype`` is given. A ``dtype`` of "int8" or "int4" quantizes the weights.
     """
-    model_path = folder.with_base(folder.find_checkpoint(None if path is None else str(path), note), base)
+    model_path = folder.find_checkpoint(None if path is None else str(path), note)
     is_adapter, bits = folder.is_adapter(model_path), BITS.get(dtype)
     compute = pick(device, dtype)
     is_packed = for_decoding and find_library(compute, note) is not None
@@ -302,7 +301,6 @@ def export(
     model: str | Path | None,
     out: str | Path,
     *,
-    base: str | Path | None = None,
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
@@ -310,7 +308,7 @@ def export(
     **settings: Any,
 ) -> "Exported":
     """Exports a model to ``out``: a GGUF file if the name ends in .gguf, a web page if it ends in .html, otherwise a
-    folder for publishing. ``model`` and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`:
+    folder for publishing. ``model`` is as in `load`. ``settings`` are fields of `ExportConfig`:
     ``dtype``, ``license``, ``title`` … ``eval`` names a text as in `train`; its loss is measured with the
     original and the exported weights. Calls ``listen`` with progress events. Raises `UserError`, `WorkError`, and
     `Interrupted` after a signal."""
@@ -321,7 +319,7 @@ def export(
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
     model_name = None if model is None else str(model)
-    path = folder.with_base(folder.find_checkpoint(model_name, note), base)
+    path = folder.find_checkpoint(model_name, note)
     source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):

@@ -251,7 +251,6 @@ def converse(
     settings: SampleConfig,
     given: Collection[str],
     model: str | None,
-    base: str | None,
     seed: int | None,
     device: str,
     dtype: str,
@@ -264,7 +263,7 @@ def converse(
     with progress.startup_spinner(quiet=False):
         from gpt import api
     load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
-    interaction = Interaction(load(model, base=base), load, settings, given, seed, system, variables)
+    interaction = Interaction(load(model), load, settings, given, seed, system, variables)
     if (system or variables) and not interaction.is_chat:
         raise UserError(
             "the model has no chat template: --system and --no-think need one", "gpt sample -i continues texts"
