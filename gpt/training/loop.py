@@ -266,7 +266,8 @@ class Trainer:
             self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt)
         state.settled_step = state.step
         if is_last:
-            self.checkpointer.save(self.run_recipe, lambda: self.session.stop.signum is not None)
+            self.checkpointer.save(self.run_recipe)
+            self.checkpointer.writer.finish()
         elif is_best or (state.cycle_step and self.is_due("save_every")):
             self.checkpointer.save(self.run_recipe)
         return is_last
