@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from gpt.config import events
 from gpt.config.device import Download
 from gpt.model.memory import divisors
@@ -363,10 +361,6 @@ class Trainer:
         self.session.listen(events.Progress("evaluating the best checkpoint"))
         measure = partial(evaluate_best, self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         result = self.stepper.run_eagerly(measure)
-        if self.recipe.merge_lora and self.world.is_main:
-            merged, model = self.run.path / "merged", checkpoint.load_model(result.checkpoint, torch.device("cpu"))
-            checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
-            self.session.note(f"merged: {merged}")
         return self.journal.end(result, "steps" if self.is_at_end else "patience")
 
     def end_by_signal(self) -> NoReturn:

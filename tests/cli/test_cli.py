@@ -209,7 +209,7 @@ def test_environment_variables_work_for_every_command(
         (["sample", "-i", "--seed", "-1"], "Invalid value for '--seed': Input should be greater than or equal to 0"),
         (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" is not a Hugging Face Hub model'),
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
-        (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
+        (["train", "book.txt", "--init", "x", "--lora-alpha", "2"], "--lora-alpha needs --lora-rank"),
         (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
         (["eval"], "text"),

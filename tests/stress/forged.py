@@ -74,7 +74,7 @@ class Subject:
 def make(place: Path) -> None:
     text = write_text(place / "text.txt", 3000)
     gpt.train(text, out=str(place / "run"), **TINY)
-    gpt.train(text, out=str(place / "lora"), init=str(place / "run"), lora_rank=2, **{**_SHORT_RUN, "merge_lora": True})
+    gpt.train(text, out=str(place / "lora"), init=str(place / "run"), lora_rank=2, **_SHORT_RUN)
     for name in ("run", "lora"):
         _copy_unfinished(place / name, place / f"begun-{name}")
     gpt.export(place / "run", place / "exported", dtype="bfloat16")
