@@ -214,7 +214,7 @@ def draw_toml(rng: random.Random) -> str:
 def draw_stdin(rng: random.Random) -> bytes:
     return rng.choice(
         [
-            b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/model missing\n/more\n/quit\n", b"\xff\xfe\x00",
+            b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/more\n/quit\n", b"\xff\xfe\x00",
             b'{"prompt": "the"}\n{"prompt": ""}\n', b'{"prompt": 1}\n', b"[" * 5000, b"1 2 3\n", b'"""\nthe\n',
             b"/set\n/set x\n/set beam 99\nx\n/set greedy on\ny\n\\\n", EXAMPLE.encode(), b"\x1b[2J\r\n",
         ]
