@@ -114,11 +114,6 @@ def fetched(entry: "CatalogueEntry", seconds: float, train: str) -> Tree:
     return {**values, "seconds": round(seconds, 2), "train": train}
 
 
-def token_folder(folder: "TokenFolder", verified: bool) -> Tree:
-    """Returns the object of ``gpt data show --json`` for a token folder: its manifest."""
-    return {"path": str(folder.path), **folder.manifest, "verified": verified}
-
-
 def tokens(folder: "TokenFolder", seconds: float, is_resumed: bool) -> Tree:
     """Returns the object of ``gpt tokenize --json``. The throughput of a resumed command is unknown."""
     return {
