@@ -64,7 +64,7 @@ def _introduction(source: SourceModel, license: str | None) -> str:
 def _origin(provenance: Provenance, quote: Quote, copied: str = "It is a copy of") -> list[str]:
     relation = "It is fine-tuned from" if provenance.texts is not None else copied
     base = provenance.base
-    return [f"{relation} {quote(base.name)}, which has a license of its own."] if base else []
+    return [f"{relation} {quote(base.name)}{', which has a license of its own' * base.on_hub}."] if base else []
 
 
 def _model(source: SourceModel, dtype: str) -> str:

@@ -362,7 +362,8 @@ def test_page_describes_the_run(run_folder: Path, gpt: Gpt) -> None:
     assert (header["name"], header["about"][0], header["dtype"]) == (name, about, "float16")
     rest = "\n".join(header["about"][1:])
     for part in (
-        f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text: text.txt.",
+        f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text "
+        f"({record['sources'][0]['bytes']:,} bytes): text.txt.",
         f"{record['result']['val_loss']:.4f} nats per token, {record['result']['bits_per_byte']:.4f} bits per byte, "
         "before its weights were rounded to 16 bits.",
         "License: mit.",
