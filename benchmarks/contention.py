@@ -18,16 +18,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.results import SCRIPTS, Table, measured, write_section
+from gpt.system.waiting import POLICY
 
 STEPS, NEW_TOKENS, TIMEOUT = 60, 32, 25.0  # steps to train, tokens to decode, time limit in seconds
 PROCESS_COUNTS = (0, 1, 4)
+GPT = str(SCRIPTS / "gpt")
 CORES = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
 SPINNING = {"GOMP_SPINCOUNT": "299999"}  # close to GNU OpenMP's default; a set value disables `gpt.system.waiting`
 SETTINGS: dict[str, tuple[dict[str, str], list[str]]] = {
-    "default": ({}, []),
+    "default": (POLICY, []),
     "threads always spin": (SPINNING, ["--threads", CORES]),
     "threads always sleep (`OMP_WAIT_POLICY=passive`)": ({"OMP_WAIT_POLICY": "passive"}, ["--threads", CORES]),
-    "`--threads 1`": ({}, ["--threads", "1"]),
+    "`--threads 1`": (POLICY, ["--threads", "1"]),
 }
 
 
@@ -43,14 +45,13 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def gpt(environment: dict[str, str], *words: str) -> str:
-    """Returns the stdout of ``gpt``, or an empty string after ``TIMEOUT`` seconds."""
+def run(environment: dict[str, str], *words: str) -> str:
+    """Returns the stdout of a program, or an empty string after ``TIMEOUT`` seconds."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_", "GPT_"))}
     try:
         result = subprocess.run(
-            [str(SCRIPTS / "gpt"), *words], env=clean | environment, capture_output=True, text=True, timeout=TIMEOUT,
-            encoding="utf-8",
-        )  # fmt: skip
+            words, env=clean | environment, capture_output=True, text=True, timeout=TIMEOUT, encoding="utf-8"
+        )
     except subprocess.TimeoutExpired:
         return ""
     if result.returncode:
@@ -61,30 +62,20 @@ def gpt(environment: dict[str, str], *words: str) -> str:
 def training_speed(tokens: Path, environment: dict[str, str], words: list[str]) -> float:
     """Returns the training speed in tokens per second."""
     with tempfile.TemporaryDirectory() as place:
-        run = Path(place) / "run"
+        folder = Path(place) / "run"
         intervals = ["--eval-every", str(STEPS), "--sample-every", "0"]
-        gpt(
-            environment,
-            "train",
-            str(tokens),
-            "--preset",
-            "nano",
-            "--steps",
-            str(STEPS),
-            "-o",
-            str(run),
-            *intervals,
-            *words,
-        )
-        if not (run / "metrics.jsonl").exists():
+        options = ["--preset", "nano", "--steps", str(STEPS), "-o", str(folder), *intervals]
+        run(environment, GPT, "train", str(tokens), *options, *words)
+        if not (folder / "metrics.jsonl").exists():
             return 0.0
-        events = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         return max((e["step"], e["tokens_per_second"]) for e in events if e["event"] == "step")[1]
 
 
 def decoding_speed(environment: dict[str, str], words: list[str]) -> float:
     """Returns the decoding speed in tokens per second, excluding the prompt, or 0 after a timeout."""
-    out = gpt(environment, "bench", "-m", "nano", "--rounds", "1", "-n", str(NEW_TOKENS), "--json", *words)
+    program = [sys.executable, "-m", "benchmarks.decoding_speed", "nano", "--new-tokens", str(NEW_TOKENS)]
+    out = run(environment, *program, *words)
     return json.loads(out)["decode_tokens_per_second"] if out else 0.0
 
 
@@ -111,7 +102,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     with tempfile.TemporaryDirectory() as place:
         tokens = Path(place) / "tokens"
-        gpt({}, "tokenize", "pydocs", "--vocab-size", "1024", "--val-fraction", "0.02", "-o", str(tokens))
+        run({}, GPT, "tokenize", "pydocs", "--vocab-size", "1024", "--val-fraction", "0.02", "-o", str(tokens))
         table_rows = list(measure_rows(tokens, rounds))
     notes = [
         f"`nano` next to other programs that only compute, in tokens per second: training ({STEPS} steps of 1,024 "

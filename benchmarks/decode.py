@@ -25,10 +25,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.decoding_speed import measure_bandwidth
 from benchmarks.results import SCRIPTS, Table, measured, write_section
 from benchmarks.serve import Server, free_port, run_server, send_request
 from gpt.config.device import Compute
-from gpt.decoding.bench import measure_bandwidth
 from gpt.system.gguf_header import read_header
 
 KINDS = {"float32": "f32", "int8": "q8_0", "int4": "q4_0"}  # GGUF type of each dtype

@@ -251,11 +251,10 @@ def training(case: Case) -> dict[str, Any]:
 
 
 def decoding(case: Case) -> dict[str, Any]:
-    """Measures decoding like `gpt bench`: random weights, greedy texts after random prompts."""
-    from gpt.config.bench import BenchConfig
+    """Measures decoding: random weights, greedy texts after random prompts."""
+    from benchmarks.decoding_speed import measure
     from gpt.config.device import pick
     from gpt.config.model import PRESETS
-    from gpt.decoding.bench import measure
     from gpt.decoding.weights import prepare
     from gpt.model.decoder import GPT
     from gpt.model.params import breakdown
@@ -264,8 +263,8 @@ def decoding(case: Case) -> dict[str, Any]:
     with compute.device:
         model = prepare(GPT(shape).eval(), compute)
     prompt, new = (4, 8) if case.shape == "tiny" else (32, 256)
-    config = BenchConfig(prompt_tokens=prompt, new_tokens=new, batch=case.texts, rounds=2)
-    result = measure(model, compute, config, notes.append)
+    sizes = {"prompt_tokens": prompt, "new_tokens": new, "batch": case.texts}
+    result = measure(model, compute, **sizes, rounds=2, note=notes.append)
     return {
         "parameters": breakdown(shape).trainable,
         "dtype": compute.dtype_name,
@@ -485,7 +484,7 @@ def section(report: dict[str, Any]) -> Section:
         columns = ["model", "dtype", "texts", "CUDA graphs", "decoding, tokens/s", "ms/step", "prompt, tokens/s",
                    "bandwidth", "peak memory"]  # fmt: skip
         caption = (
-            "Decoding as in `gpt bench`: greedy texts after random prompts, random weights, one token per text and "
+            "Decoding: greedy texts after random prompts, random weights, one token per text and "
             "step. *Bandwidth* is the share of what a sum over memory reaches in this run."
         )
         tables.append(Table(columns, decoding_rows, caption))

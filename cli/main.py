@@ -47,7 +47,7 @@ COMMANDS = {  # Each command's heading on the help page, in order.
     for heading, names_below in {
         "Train": ("train", "runs"),
         "Generate": ("sample", "chat", "serve"),
-        "Understand": ("eval", "inspect", "report", "params", "bench"),
+        "Understand": ("eval", "inspect", "report", "params"),
         "Prepare": ("data", "tokenizer", "tokenize"),
         "Publish": ("export",),
     }.items()

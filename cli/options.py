@@ -32,13 +32,6 @@ TextFile = Annotated[Path | None, option(help="Read the text from a file; - is s
 Seed = Annotated[
     int | None, option(help="Random seed; the same seed gives the same text", show_default="random", min=0, max=2**53)
 ]
-Base = Annotated[
-    str | None,
-    option(
-        "--base", metavar="MODEL", help="Base model of a PEFT adapter", show_default="the one that the adapter names",
-        rich_help_panel="Fine-tuning",
-    ),
-]  # fmt: skip
 
 
 def one_of(values: tuple[str, ...], *flags: str, **settings: Any) -> Any:

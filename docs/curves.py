@@ -8,7 +8,6 @@ ended. Needs the dev extra and Chromium.
 """
 
 import contextlib
-import json
 import math
 import os
 import shutil
@@ -22,7 +21,7 @@ from playwright.sync_api import sync_playwright
 
 PICTURE = Path(__file__).resolve().parent / "pictures" / "curves.png"
 ARCHITECTURES = ("gpt2", "modern")  # values of --arch, which also name the run folders
-PEER_CURVE = "nanogpt.jsonl"
+PEER = "nanogpt"
 
 
 def train(text: str, options: list[str]) -> None:
@@ -45,17 +44,22 @@ def train(text: str, options: list[str]) -> None:
 
 
 def peer() -> None:
-    """Trains with nanoGPT's recipe on Transformers, with characters as tokens, and writes its curve."""
+    """Trains with nanoGPT's recipe on Transformers, with characters as tokens, and writes its curve as a run."""
     from benchmarks.run import nanogpt_recipe
+    from gpt.config.events import EndEvent, EvalEvent, to_json
+    from gpt.runs.record import RunRecord
 
     text, held_out = (Path(name).read_bytes().decode() for name in ("text.txt", "held-out.txt"))
     characters_per_byte = len(held_out) / len(held_out.encode())
-    with open(PEER_CURVE, "w", encoding="utf-8") as file:
+    Path(PEER).mkdir()
+    RunRecord(settings={"val_text": "held-out.txt"}).write(Path(PEER))
+    with open(Path(PEER, "metrics.jsonl"), "w", encoding="utf-8") as file:
 
         def on_evaluation(step: int, seconds: float, loss: float) -> None:
             bits = loss / math.log(2) * characters_per_byte
-            line = {"step": step, "seconds": seconds, "val_loss": loss, "bits_per_byte": bits}
-            file.write(json.dumps(line) + "\n")
+            evaluation = EvalEvent(step, 0, seconds, loss, False)
+            end = EndEvent(step, 0, seconds, "another program", None, loss, bits)  # The next evaluation revokes it.
+            file.write(f"{to_json(evaluation)}\n{to_json(end)}\n")
             file.flush()
 
         nanogpt_recipe(text + held_out, on_evaluation)
@@ -63,7 +67,7 @@ def peer() -> None:
 
 def draw() -> None:
     """Takes a screenshot of the loss chart in a report on the runs in the current folder."""
-    main(["report", *ARCHITECTURES, PEER_CURVE, "-o", "curves.html"])
+    main(["report", *ARCHITECTURES, PEER, "-o", "curves.html"])
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
         page = browser.new_page(viewport={"width": 960, "height": 900}, color_scheme="light")

@@ -17,10 +17,9 @@ import torch
 
 from gpt.config import device as devices
 from gpt.config import events
-from gpt.config.bench import BenchConfig
 from gpt.config.device import Compute
 from gpt.config.export import ExportConfig
-from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.config.sample import Dtype, SampleConfig
 from gpt.config.settings import from_dict
 from gpt.config.text import ReadConfig, TextConfig
@@ -30,7 +29,7 @@ from gpt.decoding import native
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
-from gpt.decoding.weights import dtype_name, expected_bytes, find_library, prepare
+from gpt.decoding.weights import expected_bytes, find_library, prepare
 from gpt.decoding.write import Piece, Sample, TextGenerator
 from gpt.insight.evaluate import (
     WINDOW,
@@ -56,7 +55,6 @@ from gpt.tokenizers.tokenizer import Tokenizer
 if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.corpus.corpus import Listener
     from gpt.corpus.token_folder import TokenFolder
-    from gpt.decoding.bench import DecodingSpeed
     from gpt.exporting.export import Exported
     from gpt.exporting.source import SourceModel
     from gpt.insight.before_after import BeforeAfter
@@ -224,7 +222,6 @@ def _open_documents(
 def load(
     path: str | Path | None = None,
     *,
-    base: str | Path | None = None,
     device: str = "auto",
     dtype: str = "auto",
     threads: int | None = None,
@@ -233,14 +230,14 @@ def load(
 ) -> LanguageModel:
     """Loads the model at ``path``: a run (its best checkpoint), ``RUN:best|latest|step-N``, a checkpoint, or a
     Transformers folder. The default is the newest run. If the latest checkpoint is damaged, calls ``note`` and loads
-    the previous one. ``base`` replaces the base model that an adapter names. Raises `UserError` if the model is missing
+    the previous one. Raises `UserError` if the model is missing
     or damaged.
 
     With ``for_decoding``, the weights are laid out for generating text, in ``dtype``. The model can then be neither
     trained nor saved, and the default number of ``threads`` depends on its size. On a CPU, the quantized matrices of a
     GGUF file are used as they are, unless ``dtype`` is given. A ``dtype`` of "int8" or "int4" quantizes the weights.
     """
-    model_path = folder.with_base(folder.find_checkpoint(None if path is None else str(path), note), base)
+    model_path = folder.find_checkpoint(None if path is None else str(path), note)
     is_adapter, bits = folder.is_adapter(model_path), BITS.get(dtype)
     compute = pick(device, dtype)
     is_packed = for_decoding and find_library(compute, note) is not None
@@ -300,54 +297,10 @@ def pick(device: str, dtype: str) -> Compute:
     return devices.pick(device, "auto" if dtype in BITS else dtype)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """The result of `bench`."""
-
-    name: str
-    parameters: int
-    device: str
-    dtype: str
-    settings: BenchConfig
-    speed: "DecodingSpeed"
-
-
-def bench(
-    target: str | Path | None = None,
-    config: BenchConfig | None = None,
-    *,
-    device: str = "auto",
-    dtype: str = "auto",
-    threads: int | None = None,
-    note: Callable[[str], None] = lambda text: None,
-) -> Measured:
-    """Measures generation speed. ``target`` is a preset, with random weights, or a model as in `load`."""
-    from gpt.decoding.bench import measure
-
-    config = config or BenchConfig()
-    if isinstance(target, str) and target in PRESETS:
-        compute = pick(device, dtype)
-        with compute.device:
-            model = GPT(PRESETS[target].model).eval()
-        devices.use_threads(compute, threads, breakdown(model.config).trainable)
-        prepare(model, compute, note, BITS.get(dtype))
-        compute = devices.lend_threads(compute) if native.is_packed(model) else compute
-        name = target
-    else:
-        loaded = load(target, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
-        model, compute, name = loaded.model, loaded.compute, str(loaded.path)
-    config = config.fitted(model.config.block_size)
-    speed = measure(model, compute, config, note)
-    parameters = breakdown(model.config).trainable
-    device_name = compute.describe().removesuffix(f", {compute.dtype_name}")
-    return Measured(name, parameters, device_name, dtype_name(model, compute), config, speed)
-
-
 def export(
     model: str | Path | None,
     out: str | Path,
     *,
-    base: str | Path | None = None,
     eval: str | None = None,
     device: str = "auto",
     note: Callable[[str], None] = lambda text: None,
@@ -355,7 +308,7 @@ def export(
     **settings: Any,
 ) -> "Exported":
     """Exports a model to ``out``: a GGUF file if the name ends in .gguf, a web page if it ends in .html, otherwise a
-    folder for publishing. ``model`` and ``base`` are as in `load`. ``settings`` are fields of `ExportConfig`:
+    folder for publishing. ``model`` is as in `load`. ``settings`` are fields of `ExportConfig`:
     ``dtype``, ``license``, ``title`` … ``eval`` names a text as in `train`; its loss is measured with the
     original and the exported weights. Calls ``listen`` with progress events. Raises `UserError`, `WorkError`, and
     `Interrupted` after a signal."""
@@ -366,7 +319,7 @@ def export(
     config = from_dict(ExportConfig, settings, "export")
     target = exports.find_target(str(out), config)
     model_name = None if model is None else str(model)
-    path = folder.with_base(folder.find_checkpoint(model_name, note), base)
+    path = folder.find_checkpoint(model_name, note)
     source = open_source(path, model_name or "", note)
     target = exports.check(source, target)
     for difference in exports.describe_differences(source, target):

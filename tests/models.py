@@ -138,7 +138,7 @@ def letters(*words: bytes) -> Any:
 
 def source_of(model: GPT, tokenizer: Tokenizer | None = None) -> SourceModel:
     """Returns a model as `gpt export` opens it, by default with the bytes tokenizer."""
-    weights = {**model.state_dict(), **checkpoint.fixed(model)}
+    weights = model.state_dict()
     return SourceModel(
         Path("nowhere"),
         model.config,
@@ -207,4 +207,4 @@ def rank_parameters(config: GPTConfig, ranks: int) -> int:
     matrices.
     """
     table = named_parameters(config).values()
-    return sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in table if p.trained)
+    return sum(-(-p.shape[0] // ranks) * math.prod(p.shape[1:]) for p in table)

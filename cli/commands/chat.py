@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from gpt.config.sample import SampleConfig
 
-from ..options import Base, Device, Dtype, Model, Seed, Threads, option, takes
+from ..options import Device, Dtype, Model, Seed, Threads, option, takes
 from .interactive import UNUSED, converse, resolve_constraint
 
 
@@ -17,7 +17,6 @@ def chat(
         str, option("--system", metavar="TEXT", help="Begin the conversation with this system message")
     ] = "",
     no_think: Annotated[bool, option("--no-think", help="Answer without reasoning first, if the template can")] = False,
-    base: Base = None,
     seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -30,4 +29,4 @@ def chat(
     """
     variables = {"enable_thinking": False} if no_think else {}
     settings = resolve_constraint(settings, given)
-    converse(settings, given, model, base, seed, device, dtype, threads, system, variables)
+    converse(settings, given, model, seed, device, dtype, threads, system, variables)

@@ -1,19 +1,15 @@
-"""``gpt data``: corpora and token folders."""
+"""``gpt data``: corpora."""
 
 import shlex
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from gpt.system.errors import UserError, did_you_mean
-from gpt.system.files import reading
-
-from ..options import Json, Quiet, option
+from ..options import Json, Quiet
 from ..show import json_results, progress, render, render_data
 
-app = typer.Typer(help="List and download corpora, and show token folders.")
+app = typer.Typer(help="List and download corpora.")
 
 
 def _names() -> list[str]:
@@ -35,41 +31,16 @@ def list_corpora(json: Json = False) -> None:
 
 
 @app.command("show")
-def show(
-    name: Annotated[str, typer.Argument(help="Name of a corpus, or a token folder", autocompletion=_names)],
-    verify: Annotated[bool, option("--verify", help="Check every checksum of a token folder")] = False,
-    json: Json = False,
-    quiet: Quiet = False,
-) -> None:
-    """Show a corpus and its files, or a token folder, in detail.
+def show(name: Name, json: Json = False) -> None:
+    """Show a corpus and its files in detail.
 
     gpt data show shakespeare
-    gpt data show tokens --verify
     """
     from gpt.documents import catalogue
 
-    with reading(Path(name)):
-        is_folder = Path(name).is_dir()
-    if not is_folder:
-        if verify:
-            raise UserError(f"{name} is not a token folder", "--verify checks the checksums of a token folder")
-        if name not in _names():
-            raise UserError(f'there is no corpus or folder "{name}"', did_you_mean(name, _names()))
-        entry = catalogue.corpus(name)
-        data = json_results.corpus(entry)
-        render.json_line(data) if json else render_data.corpus(entry, data)
-        return
-    from gpt.corpus import token_folder
-    from gpt.documents.sources import is_token_folder
-
-    with reading(Path(name)):
-        if not is_token_folder(name):
-            raise UserError(f"{name} is not a token folder", "create one: gpt tokenize TEXT -o DIR")
-    folder = token_folder.TokenFolder(name)
-    if verify:
-        with progress.Bar("compared", "tokens", quiet) as bar:
-            folder.verify(bar.reach)
-    render.json_line(json_results.token_folder(folder, verify)) if json else render_data.token_folder(folder, verify)
+    entry = catalogue.corpus(name)
+    data = json_results.corpus(entry)
+    render.json_line(data) if json else render_data.corpus(entry, data)
 
 
 @app.command("fetch")

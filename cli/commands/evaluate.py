@@ -8,7 +8,7 @@ from gpt.config import events
 from gpt.config.text import ReadConfig
 
 from .. import inputs
-from ..options import Base, Device, Dtype, Json, Model, Quiet, Threads, one_of, option, takes
+from ..options import Device, Dtype, Json, Model, Quiet, Threads, one_of, option, takes
 from ..show import json_results, progress, render
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ def evaluate(
     settings: ReadConfig,
     text: Annotated[list[str], typer.Argument(help="Files, folders or corpora, as in `gpt train`, or token folders")],
     model: Model = None,
-    base: Base = None,
     stride: Annotated[
         int | None,
         option(help="Tokens between the starts of windows; fewer than a window: they overlap",
@@ -51,7 +50,7 @@ def evaluate(
     inputs.announce_stdin(text)
     with progress.startup_spinner(quiet):
         from gpt import api
-    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=render.note)
+    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note)
     scored = 0
 
     def on_window(window: "Window", losses: Any, total: int) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 from gpt.config.export import ExportConfig
 
 from .. import inputs
-from ..options import Base, Device, Json, Model, Quiet, option, takes
+from ..options import Device, Json, Model, Quiet, option, takes
 from ..show import json_results, progress, render
 
 
@@ -17,7 +17,6 @@ def export(
         option("--out", "-o", metavar="PATH", help="New .gguf file, .html page for any browser, or folder to publish"),
     ],
     model: Model = None,
-    base: Base = None,
     eval: Annotated[
         str | None, option("--eval", metavar="TEXT", help="Measure the loss on TEXT before and after")
     ] = None,
@@ -35,7 +34,5 @@ def export(
     with progress.startup_spinner(quiet):
         from gpt import api
     with progress.TrainDisplay(quiet) as display:
-        exported = api.export(
-            model, out, base=base, eval=eval, device=device, note=render.note, listen=display, **vars(settings)
-        )
+        exported = api.export(model, out, eval=eval, device=device, note=render.note, listen=display, **vars(settings))
     render.json_line(json_results.exported(exported)) if json else render.exported(exported)

@@ -2,18 +2,16 @@
 
 import contextlib
 import dataclasses
-import functools
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt.config.sample import SampleConfig
 from gpt.system.errors import UserError, check_text, did_you_mean
-from gpt.system.files import user_folder
 from gpt.system.words import counted
 
 from .. import inputs
@@ -36,11 +34,9 @@ TEXT             sends a message; end a line with \\ to continue on the next, or
 """
 HELP = """\
 /set             lists the settings; /set NAME VALUE changes one: /set temperature 0.7
-/model PATH      loads another model
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
 UNUSED = ("batch", "logprobs", "echo_logprobs")  # Settings without effect on a conversation.
-HISTORY_LINES = 1000
 ENDING = 16  # Ids at the end of a prompt that tell whether the answer starts with reasoning.
 THINKING = "(thinking …)\n\n"
 
@@ -52,14 +48,13 @@ class Interaction:
     def __init__(
         self,
         loaded: "LanguageModel",
-        load: Callable[[str], "LanguageModel"],
         chosen: SampleConfig,
         given: Collection[str],
         seed: int | None,
         system: str = "",
         variables: Mapping[str, Any] | None = None,
     ) -> None:
-        self.load, self.system, self.variables = load, system, variables or {}
+        self.system, self.variables = system, variables or {}
         self._use(loaded, chosen, given, render.note)
         self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
         self.messages: list[dict[str, str]] = []  # The conversation without the system message.
@@ -67,7 +62,7 @@ class Interaction:
         self.index = 0  # Index of the current sample for this prompt.
         self.commands: dict[str, Callable[[str], object]] = {
             "/retry": self._retry, "/more": self._continue_answer, "/system": self._set_system,
-            "/clear": self._clear_messages, "/set": self._change_setting, "/model": self._change_model,
+            "/clear": self._clear_messages, "/set": self._change_setting,
             "/help": lambda _: terminal.write((CHAT_HELP if self.is_chat else PLAIN_HELP) + HELP + "\n"),
             **dict.fromkeys(("/quit", "/exit", "/bye"), lambda _: sys.exit(0)),
         }  # fmt: skip
@@ -86,14 +81,15 @@ class Interaction:
         if sys.stdin.isatty():
             what = "messages" if self.is_chat else "prompts"
             render.note(f"enter {what}; /help lists commands, Ctrl-D exits")
-        with _readline_history():
-            while (words := read_prompt()) is not None:
-                try:
-                    self.handle(words)
-                except UserError as error:
-                    render.error(error.message, error.hint)
-                except KeyboardInterrupt:
-                    continue  # Ctrl-C only stops the current text.
+            with contextlib.suppress(ImportError):  # Windows has no readline.
+                import_module("readline")  # The arrow keys edit a line, and bring back earlier ones.
+        while (words := read_prompt()) is not None:
+            try:
+                self.handle(words)
+            except UserError as error:
+                render.error(error.message, error.hint)
+            except KeyboardInterrupt:
+                continue  # Ctrl-C only stops the current text.
 
     def handle(self, words: str) -> None:
         """Runs a command, continues a prompt or answers a message. Raises `UserError`."""
@@ -240,18 +236,11 @@ class Interaction:
             elif not name and field.metadata["panel"] in panels:
                 terminal.write(line + "\n")
 
-    def _change_model(self, path: str) -> None:
-        if not path:
-            terminal.write(f"{self.loaded.path}\n")
-            return
-        self._use(self.load(path), self.chosen, self.given, render.note)
-
 
 def converse(
     settings: SampleConfig,
     given: Collection[str],
     model: str | None,
-    base: str | None,
     seed: int | None,
     device: str,
     dtype: str,
@@ -263,8 +252,8 @@ def converse(
     template can read ``variables``."""
     with progress.startup_spinner(quiet=False):
         from gpt import api
-    load = functools.partial(api.load, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
-    interaction = Interaction(load(model, base=base), load, settings, given, seed, system, variables)
+    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
+    interaction = Interaction(loaded, settings, given, seed, system, variables)
     if (system or variables) and not interaction.is_chat:
         raise UserError(
             "the model has no chat template: --system and --no-think need one", "gpt sample -i continues texts"
@@ -311,26 +300,3 @@ def read_prompt() -> str | None:
             lines.append(line.removesuffix("\\"))
         else:
             return "\n".join([*lines, line])
-
-
-@contextlib.contextmanager
-def _readline_history() -> Iterator[None]:
-    if not sys.stdin.isatty() or find_spec("readline") is None:  # Windows has no readline.
-        yield
-        return
-    import readline
-
-    with contextlib.suppress(OSError, UserError):  # The history file is optional.
-        readline.read_history_file(_history_path())
-    readline.set_history_length(HISTORY_LINES)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(OSError, UserError):
-            readline.write_history_file(_history_path())
-
-
-def _history_path() -> Path:
-    folder = user_folder("state")
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / "history"

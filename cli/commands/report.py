@@ -1,6 +1,7 @@
 """``gpt report``."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,9 +19,7 @@ if TYPE_CHECKING:
 def report(
     runs: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="RUN", help="Run folders, or files with the curves of other programs", show_default="the newest run"
-        ),
+        typer.Argument(metavar="RUN", help="Run folders", show_default="the newest run"),
     ] = None,
     before_after: Annotated[
         bool,
@@ -59,7 +58,8 @@ def report(
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":
     with progress.startup_spinner(quiet):
         from gpt.insight import report as reports
-    paths = [reports.find_run(word) for word in runs] if runs else [reports.find_run(None)]
+        from gpt.runs.folder import newest_run
+    paths = [Path(word) for word in runs] if runs else [newest_run()]
     if len(set(paths)) < len(paths):
         raise UserError("the same run was given twice", "give each run once")
     run_reports = []

@@ -10,7 +10,7 @@ from gpt.config.sample import SampleConfig
 from gpt.system.errors import UserError
 
 from .. import inputs
-from ..options import OUTPUT, Base, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
+from ..options import OUTPUT, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
 from ..show import json_results, progress, render
 from .interactive import UNUSED, converse, resolve_constraint
 
@@ -27,7 +27,6 @@ def sample(
         str | None, typer.Argument(help="Text to continue", show_default="a new document")
     ] = None,
     model: Model = None,
-    base: Base = None,
     prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
@@ -60,7 +59,7 @@ def sample(
             raise UserError(message, "leave one of them out")
         for name in [*(name for name in UNUSED if name in given), *["no_echo"] * no_echo]:
             render.note(f"--{name.replace('_', '-')} has no effect with --interactive")
-        converse(settings, given, model, base, seed, device, dtype, threads)
+        converse(settings, given, model, seed, device, dtype, threads)
         return
     settings.check_num(num)
     note: Callable[[str], None] = (lambda text: None) if quiet else render.note
@@ -69,7 +68,7 @@ def sample(
         raise UserError("--logprobs and --echo-logprobs need --json", "add --json")
     with progress.startup_spinner(quiet=json or quiet):
         from gpt import api
-    loaded = api.load(model, base=base, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
+    loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=note, for_decoding=True)
     settings = loaded.sampling.apply(settings, given, note)
     _note_ineffective(settings, given, note)
     if seed is None:

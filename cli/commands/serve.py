@@ -7,7 +7,7 @@ from gpt.config.serve import LOOPBACK, ServeConfig
 from gpt.system.distribution import install_extra
 from gpt.system.errors import UserError, WorkError
 
-from ..options import MODEL_HELP, Base, Device, Dtype, Threads, option, takes
+from ..options import MODEL_HELP, Device, Dtype, Threads, option, takes
 from ..show import progress, render
 
 
@@ -21,7 +21,6 @@ def serve(
             "--model", "-m", metavar="MODEL", help=f"{MODEL_HELP}; repeatable", show_default="best of the newest run"
         ),
     ] = None,
-    base: Base = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     threads: Threads = None,
@@ -47,9 +46,7 @@ def serve(
     served = list[ServedModel]()
     paths: list[str | None] = [*model] if model else [None]
     for given in paths:
-        loaded = api.load(
-            given, base=base, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True
-        )
+        loaded = api.load(given, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
         path = Path(loaded.path)
         name = settings.name or given or (path.parent if (path.parent / "run.json").exists() else path).as_posix()
         if settings.name is None and Path(name).is_absolute():

@@ -6,7 +6,7 @@ const formatSeconds = (seconds) => {
   const whole = Math.round(seconds), two = (number) => String(Math.floor(number)).padStart(2, "0");
   return whole < 60 ? `${whole} s` : whole < 3600 ? `${Math.floor(whole / 60)} min ${two(whole % 60)} s` : `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
 };
-// Returns a run's steps, or its evaluations if it has no steps, as in curves of other programs.
+// Returns a run's steps, or its evaluations if it has no steps yet.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
 heading(runs.length > 1 ? `${runs.length} runs` : runs[0].name, runs.map((run) => run.run).join(", "));

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gpt.api import Measured
     from gpt.corpus.token_folder import TokenFolder
     from gpt.decoding.logits import Token
     from gpt.decoding.write import Piece
@@ -71,12 +70,6 @@ def scored_tokens(window: "Window", losses: Any, tokenizer: "Tokenizer") -> Iter
         yield {**location, "token": id, "text": tokenizer.decode([id]), "logprob": -loss}
 
 
-def speed(measured: "Measured") -> Tree:
-    """Returns the object of ``gpt bench --json``."""
-    values = pick(measured, "name", "parameters", "device", "dtype")
-    return values | asdict(measured.settings) | asdict(measured.speed)
-
-
 def exported(exported: "Exported") -> Tree:
     """Returns the object of ``gpt export --json``."""
     return {key: value for key, value in vars(exported).items() if key != "chat"} | {"out": str(exported.out)}
@@ -119,11 +112,6 @@ def fetched(entry: "CatalogueEntry", seconds: float, train: str) -> Tree:
     folder, size = None if entry.python else str(entry.folder), sum(path.stat().st_size for path in files)
     values = {"name": entry.name, "folder": folder, "files": [str(path) for path in files], "bytes": size}
     return {**values, "seconds": round(seconds, 2), "train": train}
-
-
-def token_folder(folder: "TokenFolder", verified: bool) -> Tree:
-    """Returns the object of ``gpt data show --json`` for a token folder: its manifest."""
-    return {"path": str(folder.path), **folder.manifest, "verified": verified}
 
 
 def tokens(folder: "TokenFolder", seconds: float, is_resumed: bool) -> Tree:

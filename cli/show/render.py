@@ -20,7 +20,6 @@ from gpt.system.words import as_json, counted, percent
 from . import terminal
 
 if TYPE_CHECKING:
-    from gpt.api import Measured
     from gpt.decoding.write import Piece
     from gpt.exporting.export import Exported
     from gpt.insight.evaluate import Evaluation
@@ -190,24 +189,6 @@ def evaluation(result: "Evaluation", quiet: bool = False) -> None:
         rows.append(("xz", number, words))
     if result.verdict and not quiet:
         rows.append(("model", "", result.verdict))
-    show(table(rows=rows))
-
-
-def speed(measured: "Measured") -> None:
-    """Prints the result of ``gpt bench``."""
-    metrics, settings = measured.speed, measured.settings
-    details = f"{measured.parameters:,} parameters, {measured.device}, {measured.dtype}"
-    sequences = f"{settings.batch} sequences" if settings.batch > 1 else "one sequence"
-    prefill, decoding = metrics.prefill_tokens_per_second, metrics.decode_tokens_per_second
-    share = f"% of this memory's {metrics.bandwidth_bytes_per_second / 1e9:,.1f} GB/s; a step reads "
-    rows = [
-        ("model", measured.name, details),
-        ("prefill", f"{prefill:,.0f}", f"tokens/s: {settings.prompt_tokens} of {sequences}"),
-        ("first token", f"{1000 * metrics.first_token_seconds:,.1f}", "ms after the prompt"),
-        ("decoding", f"{decoding:,.1f}", f"tokens/s: {settings.new_tokens} of {sequences}"),
-        ("bandwidth", f"{100 * metrics.bandwidth_share:.0f}", share + f"{metrics.read_bytes / 1e6:,.0f} MB"),
-        ("memory", f"{metrics.memory_bytes / 1e6:,.0f}", "MB at peak"),
-    ]
     show(table(rows=rows))
 
 

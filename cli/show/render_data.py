@@ -19,13 +19,6 @@ if TYPE_CHECKING:
     from gpt.insight.report import RunSummary
     from gpt.tokenizers.tokenizer import Tokenizer
 
-SPLITS = {
-    "end": "the end of the text is held out",
-    "hash": "documents are chosen by a hash of the seed and the text",
-    "text": "a separate text is held out",
-    "nothing": "nothing is held out",
-}
-
 
 def runs(summaries: "Sequence[RunSummary]") -> None:
     """Prints a line per run."""
@@ -82,23 +75,6 @@ def fetched(data: dict[str, Any]) -> None:
     location = f"{data['folder']}  ({counted(len(data['files']), 'file')}, {data['bytes']:,} bytes)"
     render.fact("here", location if data["folder"] else "part of Python: nothing to download")
     render.fact("train", data["train"])
-
-
-def token_folder(folder: "TokenFolder", verified: bool) -> None:
-    """Prints a token folder in detail."""
-    render.fact("folder", str(folder.path))
-    _print_splits(folder)
-    manifest, skipped = folder.manifest, folder.manifest["skipped"]
-    rows = {
-        "tokenizer": f"{folder.tokenizer.name}, {folder.tokenizer.vocab_size:,} ids",
-        "split": SPLITS[manifest["split"]["by"]],
-        "sources": f"{manifest['sources']['count']:,}",
-        "shards": f"{len(folder.shards):,}" + (", all checksums match" if verified else ""),
-        "replaced": counted(manifest["replaced"], "invalid byte") if manifest["replaced"] else "",
-        "left out": counted(skipped, "file, line or row", "files, lines or rows") if skipped else "",
-    }
-    render.show(render.key_value_table(rows))
-    _print_next_command(folder)
 
 
 def tokens(folder: "TokenFolder", data: dict[str, Any]) -> None:

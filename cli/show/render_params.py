@@ -39,11 +39,10 @@ def breakdown(shape: Shape) -> None:
         bar = render.bar(row.parameters / max_parameters, BAR_WIDTH)
         table.add_row(row.matrix, row.dimensions, f"{row.parameters:,}", share, bar)
     sums = render.table(">")
-    fixed = " (a fixed sine table has none)" if config.positions == "sinusoidal" else ""
     tied = "tied: the unembedding is the embedding transposed"
     sums.add_row(f"−{parts.tied:,}", tied if config.tied else "not tied: the unembedding is a separate matrix")
     if config.positions != "rotary":
-        sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}{fixed}")
+        sums.add_row(f"+{parts.positions:,}", f"positions: {config.block_size:,} × {config.n_embd:,}")
     sums.add_row(f"+{parts.biases:,}", BIASES[config.biases])
     sums.add_row(f"+{parts.layer_norms:,}", NORMS[config.norm])
     sums.add_row(f"{parts.trainable:,}", "trainable", style="bold")

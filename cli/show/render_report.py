@@ -45,12 +45,10 @@ def reports(run_reports: "Sequence[Report]") -> None:
             console.print(Text(name + run_report.verdict))
     for title, x_name, series, height, logarithmic in _charts(data):
         console.print()
-        drawn = [curve for curve in series if curve.points]  # Another program's curve can have no steps.
+        drawn = [curve for curve in series if curve.points]  # A run can have no steps yet.
         console.print(chart(title, x_name, drawn, console, height, logarithmic), no_wrap=True)
-    own_runs = [run for run in runs if run["settings"]]
-    if own_runs:
-        console.print(_settings_table(own_runs, data["differing"]))
-    for run in own_runs:
+    console.print(_settings_table(runs, data["differing"]))
+    for run in runs:
         _print_sample(run, console)
         if run["before_after"]:
             _print_before_after(run["before_after"], console)

@@ -8,7 +8,7 @@ from gpt.config.settings import bounded, check_options
 from gpt.system.errors import UserError, did_you_mean
 
 Arch = Literal["gpt2", "modern"]
-Positions = Literal["learned", "sinusoidal", "rotary"]
+Positions = Literal["learned", "rotary"]
 Norm = Literal["layernorm", "rmsnorm"]
 Mlp = Literal["gelu", "swiglu"]
 Biases = Literal["all", "qkv", "none"]
@@ -51,7 +51,7 @@ class GPTConfig:
     n_embd: int = bounded(1, 2**20)  # C, width of the residual stream
     # Dropout rate of embeddings, attention weights and residual branches in training.
     dropout: float = bounded(0, 0.99, 0.0)
-    positions: Positions = "learned"  # learned table, fixed sine/cosine table, or rotation of queries and keys (RoPE)
+    positions: Positions = "learned"  # learned table, or rotation of queries and keys (RoPE)
     layer_norm_epsilon: float = bounded(1e-12, 1, 1e-5)  # ε in every norm
     norm: Norm = "layernorm"  # LayerNorm, or RMSNorm (Zhang and Sennrich 2019)
     mlp: Mlp = "gelu"  # GELU, or SwiGLU with a gate (Shazeer 2020)
@@ -99,10 +99,9 @@ class GPTConfig:
                 object.__setattr__(self, name, None)
 
     def _check_positions(self) -> None:
-        paired_widths = {"sinusoidal": ("n_embd", self.n_embd), "rotary": ("width of a head", self.head_size)}
-        label, width = paired_widths.get(self.positions, ("", 0))
-        if width % 2:
-            raise UserError(f"{self.positions} positions need an even {label}, not {width}", "dimensions are paired")
+        if self.positions == "rotary" and self.head_size % 2:
+            message = f"rotary positions need an even width of a head, not {self.head_size}"
+            raise UserError(message, "dimensions are paired")
         if self.norm == "rmsnorm" and self.positions != "rotary":
             message = f"{self.positions} positions do not work with --arch modern, which uses rotary positions"
             raise UserError(message, "leave out --positions, or use --arch gpt2")

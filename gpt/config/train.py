@@ -114,7 +114,6 @@ class TrainConfig(TextConfig):
         None, "With --lora-rank: keep the frozen matrices in int8 or int4, or full: as wide as --dtype",
         shown="as in the file",
     )  # fmt: skip
-    merge_lora: bool = _tune(False, "With --lora-rank: also save the merged model, in RUN/merged")
     steps: int | None = _length(None, "Optimizer steps", shown="set by the size of the text", level="basic", low=1)
     epochs: float | None = _length(None, "Passes over the text, instead of --steps", level="basic", low=0)
     minutes: float | None = _length(
@@ -226,7 +225,7 @@ class TrainConfig(TextConfig):
         if self.lora_rank is not None and self.shard == "full":
             message = "--shard full cannot be combined with --lora-rank"
             raise UserError(message, "leave it out: adapters do not support sharded weights")
-        for name in ("merge_lora", "lora_alpha", "lora_targets", "base_dtype"):
+        for name in ("lora_alpha", "lora_targets", "base_dtype"):
             if self.lora_rank is None and getattr(self, name) not in (None, False):
                 raise UserError(f"--{name.replace('_', '-')} needs --lora-rank", "a common value is 8: --lora-rank 8")
         known_targets = (*LORA_GROUPS, *LORA_ROLES)

@@ -10,7 +10,7 @@ import contextlib
 import json
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -143,15 +143,12 @@ class TokenFolder:
         """Returns the text size of one side in bytes."""
         return sum(folder.manifest[side]["bytes"] for folder in self.folders)
 
-    def verify(self, on_progress: Callable[[int, int], None] = lambda tokens_done, total: None) -> None:
+    def verify(self) -> None:
         """Verifies checksums, ids, offsets and totals of all files. Raises `UserError` naming a damaged file."""
-        tokens_done = 0
         for folder in self.folders:
             folder._verify_sources()
             for record in folder.shards:
                 Shard(folder.path / record.file).verify(record.sha256)
-                tokens_done += record.tokens
-                on_progress(tokens_done, self.tokens)
         for side in SIDES:
             self.stream(side)
 

@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from gpt.exporting.provenance import HUB_NAME, Provenance
 from gpt.exporting.source import SourceModel
@@ -24,7 +24,7 @@ def card(source: SourceModel, name: str, dtype: str, license: str | None = None)
         "## Model",
         _model(source, dtype),
         "## Training",
-        *_training(source),
+        _training(source, _code),
         *_held_out_loss(source, dtype),
         "## Use",
         f"```console\ngpt {command} -m {shlex.quote(_escape(name))}\n```",
@@ -35,16 +35,12 @@ def card(source: SourceModel, name: str, dtype: str, license: str | None = None)
 
 
 def _front_matter(source: SourceModel, license: str | None) -> str:
-    provenance = source.provenance
-    # Values have a known form or are quoted as JSON, which is valid YAML.
-    bases = [base.name for base in provenance.ancestors if base.on_hub and HUB_NAME.fullmatch(base.name)]
-    datasets = sorted({text.dataset for text in provenance.texts or [] if text.dataset})
-    lines = [
+    base = source.provenance.base
+    lines = [  # Values have a known form or are quoted as JSON, which is valid YAML.
         f"license: {license or 'unknown'}",
         f"library_name: {'transformers' if _loads_in_transformers(source) else 'gpt'}",
         "pipeline_tag: text-generation",
-        *([f"base_model: {json.dumps(bases[0])}"] if bases else []),
-        *(["datasets:", *(f"- {json.dumps(name)}" for name in datasets)] if datasets else []),
+        *([f"base_model: {json.dumps(base.name)}"] if base and base.on_hub and HUB_NAME.fullmatch(base.name) else []),
         "tags:",
         "- gpt",
         *([f"- {source.config.layout}"] if _loads_in_transformers(source) else []),
@@ -61,23 +57,14 @@ def _introduction(source: SourceModel, license: str | None) -> str:
         "A decoder that generates text token by token, made with the command-line program `gpt`.",
         *_origin(source.provenance, _code),
         *([] if license else ["Its authors have not stated a license."]),
-        *_base_licenses(source.provenance, _code),
     ]
     return " ".join(sentences)
 
 
 def _origin(provenance: Provenance, quote: Quote, copied: str = "It is a copy of") -> list[str]:
     relation = "It is fine-tuned from" if provenance.texts is not None else copied
-    names = ", made from ".join(quote(base.name) for base in provenance.ancestors)
-    return [f"{relation} {names}."] if names else []
-
-
-def _base_licenses(provenance: Provenance, quote: Quote) -> list[str]:
-    return [
-        f"{quote(base.name)} is licensed under {quote(base.license)}, which covers only that model."
-        for base in provenance.ancestors
-        if base.license
-    ]
+    base = provenance.base
+    return [f"{relation} {quote(base.name)}{', which has a license of its own' * base.on_hub}."] if base else []
 
 
 def _model(source: SourceModel, dtype: str) -> str:
@@ -98,28 +85,20 @@ def _model(source: SourceModel, dtype: str) -> str:
     return _table(("", ""), *rows.items())
 
 
-def _training(source: SourceModel) -> Iterator[str]:
-    provenance = source.provenance
-    if provenance.texts is None:
-        yield _UNKNOWN_TRAINING
-        return
-    yield f"{_amount(source)}. The text, with the sha256 of each file:"
-    rows = [
-        (_code(text.name), f"{text.files:,}", f"{text.bytes:,}" if text.bytes else "", _code(text.sha256 or "unknown"))
-        for text in provenance.texts
-    ]
-    yield _table(("text", "files", "bytes", "sha256"), *rows)
-
-
 _UNKNOWN_TRAINING = "How it was trained, and on which data, is not recorded."
 
 
-def _amount(source: SourceModel) -> str:
-    """Returns how long the model was trained, on how much text."""
-    saved, tokens = source.saved, source.provenance.tokens
+def _training(source: SourceModel, quote: Quote) -> str:
+    """Returns how long the model was trained, and on which text."""
+    saved, provenance = source.saved, source.provenance
+    if provenance.texts is None:
+        return _UNKNOWN_TRAINING
     tokens_seen = f", {saved['tokens_seen']:,} tokens in all" if saved.get("tokens_seen") else ""
     steps = f"{counted(saved['step'], 'step')}{tokens_seen}, " if "step" in saved else ""
-    return f"Trained for {steps}on {f'{tokens:,} tokens of text' if tokens else 'text'}"
+    tokens = f"{provenance.tokens:,} tokens of text" if provenance.tokens else "text"
+    size = f" ({provenance.bytes:,} bytes)" if provenance.bytes else ""
+    names = ", ".join(map(quote, provenance.texts))
+    return f"Trained for {steps}on {tokens}{size}{f': {names}' if names else ''}."
 
 
 def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
@@ -136,15 +115,11 @@ def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
 
 def summary(source: SourceModel, dtype: str, license: str | None) -> list[str]:
     """Returns what is known about the model's training, losses and licenses: paragraphs of plain text."""
-    provenance = source.provenance
-    names = ", ".join(_escape(text.name) for text in provenance.texts or [])
-    training = f"{_amount(source)}{f': {names}' if names else ''}."
     return [
-        *_origin(provenance, _escape, f"Converted to {dtype} from"),
-        _UNKNOWN_TRAINING if provenance.texts is None else training,
+        *_origin(source.provenance, _escape, f"Converted to {dtype} from"),
+        _training(source, _escape),
         *_held_out_loss(source, dtype),
         *([f"License: {license}."] if license else []),
-        *_base_licenses(provenance, _escape),
     ]
 
 

@@ -52,7 +52,6 @@ _ALIGNMENT = 16
 _KINDS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "i8"}
 _DTYPES = {kind: dtype for dtype, kind in _KINDS.items()}
 _ITEM_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "i8": 1}
-_POSITIONS = {"learned": "learned", "sinusoidal": "sine", "rotary": "rotary"}
 _ENGINE = ("local.js",)
 _WORKER = ("sampler.js", "tokenizer.js", "decoder.js", "passages.js", "worker.js", "kernels.wasm")
 _CHARSET = '<meta charset="utf-8">'
@@ -232,7 +231,7 @@ def _shape(config: GPTConfig) -> dict[str, Any]:
         "norm": config.norm,
         "eps": config.layer_norm_epsilon,
         "gated": config.mlp == "swiglu",
-        "positions": _POSITIONS[config.positions],
+        "positions": config.positions,
         "qk": config.qk_norm,
         "windows": [window or 0 for window in config.windows],
         "rates": rotary_rates(config).tolist() if config.positions == "rotary" else [],

@@ -1,8 +1,6 @@
-"""The report of a run: its curves, settings and samples, and what the samples copy from the training text. Another
-program's curve is a report with only evaluations."""
+"""The report of a run: its curves, settings and samples, and what the samples copy from the training text."""
 
 import contextlib
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from gpt.config import events
-from gpt.config.settings import Amount, Count, checked
+from gpt.config.settings import checked
 from gpt.corpus.shards import Side
 from gpt.corpus.token_folder import TokenFolder
 from gpt.documents.sources import MANIFEST, is_token_folder
@@ -28,7 +26,6 @@ if TYPE_CHECKING:
 
 STEP_KEYS = ("step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu")
 EVAL_KEYS = ("step", "tokens", "seconds", "val_loss")
-CURVE_LIMIT = 16 * 2**20  # maximum bytes of a curve file
 Columns = dict[str, list[float | None]]
 
 
@@ -129,13 +126,12 @@ class Report:
     record: RunRecord
     history: History
     copying: Copying | None
-    is_run: bool = True  # False for another program's curve
     before_after: "BeforeAfter | None" = None
 
     @property
     def name(self) -> str:
-        """The run folder's name, or the curve file's without suffix."""
-        return self.path.resolve().name if self.is_run else self.path.stem
+        """The run folder's name."""
+        return self.path.resolve().name
 
     @property
     def bits_per_nat(self) -> float | None:
@@ -170,10 +166,8 @@ class Report:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The resolved settings as one flat table: text, shape, training and machine. Empty for a curve."""
+        """The resolved settings as one flat table: text, shape, training and machine."""
         record = self.record
-        if not self.is_run:
-            return {}
         resolved = {"model": {}, **(record.resolved or {})}
         shape = resolved.pop("model")
         own_teachers, _ = resolved.pop("own_teachers", None), resolved.pop("budget", None)
@@ -195,13 +189,8 @@ class Report:
     def columns(self, max_rows: int | None = None) -> tuple[Columns, Columns]:
         """Returns steps and evaluations as columns. Averages steps into at most ``max_rows`` rows. Unknown and
         non-finite numbers are None."""
-        steps, evals = self.history.steps, [vars(evaluation) for evaluation in self.history.evals]
-        if not self.is_run:
-            evals = [{**evaluation, "tokens": None} for evaluation in evals]
-        return (
-            _columns(average_rows(steps, max_rows), (*STEP_KEYS, *self.scores)),
-            _columns(evals, (*EVAL_KEYS, *self.scores)),
-        )
+        steps, evals = average_rows(self.history.steps, max_rows), [vars(event) for event in self.history.evals]
+        return _columns(steps, (*STEP_KEYS, *self.scores)), _columns(evals, (*EVAL_KEYS, *self.scores))
 
     @property
     def scores(self) -> tuple[str, ...]:
@@ -243,29 +232,15 @@ def finite(value: float | None) -> float | None:
 
 
 def find_differing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns the settings that differ between runs, in order. Ignores runs without settings."""
-    tables = [each for each in settings if each]
-    keys = dict.fromkeys(key for each in tables for key in each)
-    return [key for key in keys if any(each.get(key) != tables[0].get(key) for each in tables)]
-
-
-def find_run(word: str | None) -> Path:
-    """Returns a run folder or a curve file. None means the newest run with a checkpoint. Raises `UserError` if there is
-    none."""
-    path = folder.newest_run() if word is None else Path(word)
-    if not path.is_file():
-        folder.check_run(path)
-    return path
+    """Returns the settings that differ between runs, in order."""
+    keys = dict.fromkeys(key for each in settings for key in each)
+    return [key for key in keys if any(each.get(key) != settings[0].get(key) for each in settings)]
 
 
 def report(run: Path, on_progress: Callable[[int, int], None] = lambda done, total: None) -> Report:
-    """Reads a run, finished or not, or a curve. ``on_progress`` is called with the training tokens compared so far and
-    their total.
-
-    Raises `UserError` if there are no metrics, or if ``run.json`` or the curve is damaged.
-    """
-    if run.is_file():
-        return read_curve(run)
+    """Reads a run, finished or not. ``on_progress`` is called with the training tokens compared so far and their total.
+    Raises `UserError` if there are no metrics, or if ``run.json`` is damaged."""
+    folder.check_run(run)
     record, history = RunRecord.read(run), read_history(run)
     tokens = training_tokens(run, record)
     return Report(run, record, history, None if tokens is None else _copying(history, tokens, on_progress))
@@ -297,42 +272,6 @@ def summarize(run: Path) -> RunSummary:
     verdict = describe(bits, stored_yardsticks(record), stored_trend(record)) if result else "unfinished"
     text, count = ", ".join(record.texts or []) or None, parameters if isinstance(parameters, int) else None
     return RunSummary(run.name, text, count, bits, verdict, record.started or None, size)
-
-
-@dataclass(frozen=True)
-class CurvePoint:
-    """A line of a curve file: another program's evaluation after ``seconds`` of training. ``val_loss`` is in nats per
-    token of that program's tokenizer."""
-
-    step: Count
-    seconds: Amount
-    val_loss: Amount
-    bits_per_byte: Amount | None = None
-
-
-def read_curve(path: Path) -> Report:
-    """Reads another program's curve: JSON lines, each a `CurvePoint`. Raises `UserError` if the file is empty or larger
-    than `CURVE_LIMIT`, or has an invalid line."""
-    points: list[CurvePoint] = []
-    hint = 'a line is {"step": 250, "seconds": 12.5, "val_loss": 2.1}, optionally with "bits_per_byte"'
-    with reading(path), open_regular(path, limit=CURVE_LIMIT) as file:
-        for number, line in enumerate(read_lines(file), 1):
-            try:
-                points.append(checked(CurvePoint, json.loads(line), f"line {number} of {path}"))
-            except (ValueError, RecursionError, UserError) as error:
-                message = error.message if isinstance(error, UserError) else f"line {number} of {path} is not JSON"
-                raise UserError(message, hint) from None
-    if not points:
-        raise UserError(f"the curve {path} is empty", hint)
-    points.sort(key=lambda entry: entry.step)
-    evals = [events.EvalEvent(entry.step, 0, entry.seconds, entry.val_loss, False) for entry in points]
-    last, best = points[-1], min(points, key=lambda entry: entry.val_loss)
-    ratio = next(
-        (entry.bits_per_byte / entry.val_loss for entry in points if entry.bits_per_byte and entry.val_loss), None
-    )
-    bits = best.bits_per_byte or (ratio and finite(best.val_loss * ratio))
-    end = events.EndEvent(last.step, 0, last.seconds, "another program", None, best.val_loss, bits)
-    return Report(path, RunRecord(), History(evals=evals, end=end), None, is_run=False)
 
 
 def stored_yardsticks(record: RunRecord) -> Yardsticks | None:

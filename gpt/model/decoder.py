@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from gpt.config.model import GPTConfig
 from gpt.model import kernels
 from gpt.model.cache import Placement, Places, Positions
-from gpt.model.positions import Rope, rotary_table, rotate, sine_table
+from gpt.model.positions import Rope, rotary_table, rotate
 
 INIT_STD = 0.02  # Standard deviation of GPT-2's initial matrices.
 QK_SCALE = 1.2  # Initial scale of attention scores with `qk_norm`.
@@ -193,7 +193,6 @@ class GPT(nn.Module):
     """The decoder: token ids → logits of the next token at every position."""
 
     wpe: nn.Embedding  # learned position table
-    sine: Tensor  # sinusoidal position table
     rope: Tensor | None  # RoPE cosines and sines, (2, positions, D)
 
     def __init__(self, config: GPTConfig) -> None:
@@ -212,15 +211,10 @@ class GPT(nn.Module):
         self.initialize()
 
     def build_position_tables(self, device: torch.device | None = None) -> None:
-        """Computes the sinusoidal or RoPE table."""
+        """Computes the RoPE table."""
         config, rope = self.config, None
-        with torch.device("cpu"):  # `arange` takes a second on the meta device.
-            if config.positions == "sinusoidal":
-                # Vaswani et al. scale embeddings by √C to match the table. GPT-2's embeddings start at a scale of 0.02,
-                # so scale the table instead.
-                table = INIT_STD * sine_table(config.block_size, config.n_embd)
-                self.register_buffer("sine", table.to(device), persistent=False)
-            if config.positions == "rotary":
+        if config.positions == "rotary":
+            with torch.device("cpu"):  # `arange` takes a second on the meta device.
                 rope = rotary_table(min(config.block_size, ROPE_TABLE), config).to(device)
         self.register_buffer("rope", rope, persistent=False)
 
@@ -232,13 +226,7 @@ class GPT(nn.Module):
 
     def position_table(self) -> Tensor | None:
         """Returns the table added to embeddings, (block_size, C), or None with RoPE."""
-        match self.config.positions:
-            case "learned":
-                return self.wpe.weight
-            case "sinusoidal":
-                return self.sine
-            case _:
-                return None
+        return self.wpe.weight if self.config.positions == "learned" else None
 
     def trunk(self, idx: Tensor, places: Placement | None = None, separator: int | None = None) -> Tensor:
         """Returns the normalized residual stream (B, T, C) for ids (B, T), which follow the cached positions of

@@ -28,7 +28,6 @@ class Parameter:
     in_blocks: bool = True
     fused: tuple[int, ...] = ()  # number of rows of each stacked matrix: query, key, value; or gate, up
     matrices: tuple[str, ...] = ()  # rows of the GPT-3 table, one per fused matrix
-    trained: bool = True  # False for a fixed position table, which only checkpoints contain
 
     @property
     def numel(self) -> int:
@@ -61,8 +60,7 @@ def parameters(config: GPTConfig) -> tuple[Parameter, ...]:
     qkv_bias, bias = config.biases != "none", config.biases == "all"
     table = [Parameter("wte.weight", (V, C), "embedding", in_blocks=False, matrices=("Embedding",))]
     if config.positions != "rotary":
-        trained = config.positions == "learned"
-        table.append(Parameter("wpe.weight", (config.block_size, C), "positions", in_blocks=False, trained=trained))
+        table.append(Parameter("wpe.weight", (config.block_size, C), "positions", in_blocks=False))
     table += [
         *_norm("ln_1", C, config),
         *_linear("attn.c_attn", sum(qkv), C, qkv_bias, qkv, qkv_matrices),
@@ -110,11 +108,10 @@ def named_parameters(config: GPTConfig) -> dict[str, Parameter]:
 
 
 def counts(config: GPTConfig) -> dict[Kind, int]:
-    """Counts trained parameters by kind."""
+    """Counts parameters by kind."""
     totals: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0)
     for p in parameters(config):
-        copies = config.n_layer if p.in_blocks else 1
-        totals[p.kind] += p.trained * copies * p.numel
+        totals[p.kind] += (config.n_layer if p.in_blocks else 1) * p.numel
     return totals
 
 
@@ -134,7 +131,7 @@ class Breakdown:
     rows: list[Row]
     total_weights: int  # sum of the rows, including a tied unembedding
     tied: int  # parameters that tying saves
-    positions: int  # parameters of a trained position table
+    positions: int  # parameters of the position table
     biases: int  # parameters of biases in linear layers
     layer_norms: int  # γ and β of LayerNorms, or γ of RMSNorms
 

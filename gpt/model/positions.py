@@ -1,4 +1,4 @@
-"""RoPE and the sinusoidal position table."""
+"""RoPE."""
 
 import math
 
@@ -35,14 +35,3 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
     """Rotates the pairs (i, i + D/2) of ``x``, (B, T, H, D)."""
     cos, sin = rope
     return (x * cos.to(x.dtype)).addcmul_(x.roll(x.size(-1) // 2, -1), sin.to(x.dtype))
-
-
-def sine_table(block_size: int, n_embd: int) -> Tensor:
-    """Returns the sinusoidal position table of "Attention Is All You Need", §3.5, (block_size, n_embd).
-
-    At position p, column 2i is sin(p / 10000^(2i/C)), and column 2i + 1 is the cosine of the same angle.
-    """
-    position = torch.arange(block_size, dtype=torch.float64)[:, None]
-    frequency = 10_000 ** (-torch.arange(0, n_embd, 2, dtype=torch.float64) / n_embd)
-    table = torch.stack([torch.sin(position * frequency), torch.cos(position * frequency)], dim=-1)
-    return table.flatten(1).float()

@@ -10,7 +10,7 @@ let weightsSum = 1; // The checksum of the weights so far.
 // What the decoder has read: the first `count` of `ids`, from `start` on, with these heads and layers switched off.
 const context = { ids: [], count: 0, start: 0, off: "" };
 
-// Makes the decoder read `ids`. It reads again only what differs from what it has read. Beyond the context, learned and sine
+// Makes the decoder read `ids`. It reads again only what differs from what it has read. Beyond the context, learned
 // positions start again with the second half of the ids; with RoPE, the oldest token is forgotten.
 function read(ids, off = {}) {
   const { T } = decoder, key = JSON.stringify(off), known = Math.min(context.count, ids.length);

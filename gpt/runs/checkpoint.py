@@ -67,7 +67,7 @@ class TokenizerFiles:
 def save(target: Path, model: GPT, tokenizer: TokenizerFiles, meta: Mapping[str, Any]) -> None:
     """Writes a model to the checkpoint ``target`` atomically. Adds ``meta`` to ``gpt.json``. Raises `WorkError`."""
     with disk_errors(target, folder.INTACT_HINT):
-        write(target, contents(model.config, {**model.state_dict(), **fixed(model)}, tokenizer, meta))
+        write(target, contents(model.config, model.state_dict(), tokenizer, meta))
 
 
 def contents(
@@ -85,7 +85,6 @@ def contents(
     eos = [inner.eot, *sorted(inner.more_ends)] if inner.more_ends else inner.eot
     metadata = {
         "format": FORMAT,
-        "positions": config.positions,
         "tokenizer": describe(inner),
         **meta,
     }
@@ -149,11 +148,6 @@ def _concatenate(group: Mapping[str, hf.Stored], get: Callable[[str], Tensor]) -
 def _group_by_parameter(config: GPTConfig) -> Iterator[tuple[str, dict[str, hf.Stored]]]:
     for name, items in itertools.groupby(hf.stored_tensors(config).items(), key=lambda item: item[1].ours):
         yield name, dict(items)
-
-
-def fixed(model: GPT) -> dict[str, Tensor]:
-    """Returns the stored tensors that are not parameters: the sine table, if any."""
-    return {"wpe.weight": model.sine.detach()} if model.config.positions == "sinusoidal" else {}
 
 
 def write(target: Path, files: Files) -> None:
@@ -228,8 +222,7 @@ def open_weights(path: Path) -> tuple[GPTConfig, Parameters]:
 
     @functools.cache
     def merged() -> Mapping[str, Tensor]:
-        model = load_model(path, torch.device("cpu"))
-        return {**model.state_dict(), **fixed(model)}
+        return load_model(path, torch.device("cpu")).state_dict()
 
     return config, {name: partial(lambda name: merged()[name], name) for name in named_parameters(config)}
 
@@ -309,11 +302,9 @@ def _weight_files(path: Path) -> list[Path]:
 def load_parts(path: Path, shape: GPTConfig, put: Callable[[str, Tensor], None]) -> None:
     """Passes every parameter of a checkpoint to ``put``, one at a time, unsharded and on the host. Raises `UserError`
     like `load`."""
-    table = named_parameters(shape)
     for name, get in open_weights(path)[1].items():
-        if table[name].trained:
-            value = to_tensor(get())
-            put(name, (value[: shape.block_size] if name == "wpe.weight" else value).float())
+        value = to_tensor(get())
+        put(name, (value[: shape.block_size] if name == "wpe.weight" else value).float())
 
 
 def _stored_parameters(path: Path, config: GPTConfig) -> tuple[GPTConfig, Parameters]:
@@ -391,9 +382,7 @@ def build(
             else:
                 tensor = tensor[: config.block_size] if part == "wpe" else tensor
                 state[name.removeprefix(part + ".")] = _convert(tensor, dtype or tensor.dtype, mapped)
-        if part == "wpe" and config.positions == "sinusoidal":
-            model.register_buffer("sine", state["weight"], persistent=False)
-        elif state:
+        if state:
             model.get_submodule(part).load_state_dict(state, assign=True)
             model.get_submodule(part).to(device)
 

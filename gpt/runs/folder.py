@@ -42,9 +42,7 @@ ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter
 MAX_ADAPTERS = 100
 TRAINING = ("training.json", "training.safetensors")  # needed only for resuming; deleted from older checkpoints
 INTACT_HINT = "earlier checkpoints, if any, are intact"
-BASE_HINT = (
-    "name it with --base (sample, eval, serve, export), or put it back; with --merge-lora, RUN/merged needs no base"
-)
+BASE_HINT = f"put it back, or name another in {ADAPTER} (base_model_name_or_path)"
 HINT = "use another checkpoint of the run, or copy this one again"
 _STEP = re.compile(r"step-(\d{6,12})")
 _PART = re.compile(r"(.+):(best|latest|step-\d+)")
@@ -232,58 +230,26 @@ def is_adapter(path: Path) -> bool:
     return _has_file(path, ADAPTER)
 
 
-class _Rebased(type(Path())):  # type: ignore[misc]
-    """The path of an adapter whose base model the caller named, or of an adapter in its chain of base models."""
-
-    base = ""
-
-
-def _rebase(path: Path, base: str) -> Path:
-    rebased = _Rebased(path)
-    rebased.base = base
-    return rebased
-
-
-def with_base(path: Path, base: str | Path | None) -> Path:
-    """Returns an adapter's path that stands for the adapter on another ``base`` model, named as in `find_checkpoint`.
-    Derived paths are ordinary. In a chain of adapters, the last one gets the base. Raises `UserError` if ``path`` is
-    not an adapter."""
-    if base is None:
-        return path
-    if not is_adapter(path):
-        raise UserError(f"{path} is a full model, not an adapter", "leave out --base")
-    return _rebase(path, str(base) if hub.is_remote(str(base)) else str(find_checkpoint(str(base)).absolute()))
-
-
 def base_of(path: Path) -> str:
     """Returns the base model of the adapter at ``path``: a folder or ``hf:NAME@REVISION``. Raises `UserError` if its
     files name no base."""
-    named: str = getattr(path, "base", "")
     values = read_json(path / ADAPTER)
     name, revision = values.get("base_model_name_or_path"), values.get("revision")
     if not isinstance(name, str) or not name or not isinstance(revision, str | None):
-        if named:
-            return named
         raise UserError(f"{path / ADAPTER} does not name the base model of its adapter", BASE_HINT)
     is_local = not _HUB_NAME.fullmatch(name) or Path(name).is_dir()
-    if named and not (is_local and is_adapter(Path(name))):
-        return named
     return name if is_local else f"{hub.PREFIX}{name}" + (f"@{revision}" if revision else "")
 
 
 def base_folder(path: Path) -> Path:
     """Returns the folder of an adapter's base model. Raises `UserError` if it is unavailable."""
-    base, named = base_of(path), getattr(path, "base", "")
+    base = base_of(path)
     if not hub.is_remote(base) and not is_checkpoint(Path(base)):
         raise UserError(f"{path} is an adapter for {base}, which does not exist", BASE_HINT)
     try:
-        found = hub.fetch(base) if hub.is_remote(base) else Path(base)
+        return hub.fetch(base) if hub.is_remote(base) else Path(base)
     except WorkError as error:
-        raise WorkError(
-            f"{path} is an adapter for {base}: {error.message}",
-            f"name another base with --base (sample, eval, serve, export), or {error.hint}",
-        ) from None
-    return _rebase(found, named) if named and base != named else found
+        raise WorkError(f"{path} is an adapter for {base}: {error.message}", error.hint) from None
 
 
 def lineage(path: Path) -> Iterator[Path]:

@@ -159,8 +159,7 @@ _OWN_KEYS = {each.name: each.name for each in fields(GPTConfig)} | {"block_size"
 
 
 def to_hf_config(config: GPTConfig, bos: int, eos: int | list[int], dtype: str = "float32") -> dict[str, Any]:
-    """Returns ``config.json`` for the Transformers family that computes the same model. A sine table is stored as
-    ``wpe``, like a learned one."""
+    """Returns ``config.json`` for the Transformers family that computes the same model."""
     if config.layout == OWN_TYPE:
         own_values = {_OWN_KEYS[name]: value for name, value in asdict(config).items()}
         return {"architectures": ["GPT"], "model_type": OWN_TYPE, **own_values, "dtype": dtype}

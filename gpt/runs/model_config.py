@@ -44,11 +44,7 @@ def load_config(path: Path) -> GPTConfig:
     path = folder.home(path)
     if is_gguf(path):
         return _from_gguf(path)
-    config = hf.from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
-    # GPT-2's config.json cannot describe a sinusoidal position table.
-    if config.layout == "gpt2" and (path / folder.META).exists():
-        config = replace(config, positions=read_json(path / folder.META).get("positions", ""))
-    return config
+    return hf.from_hf_config(read_json(path / "config.json"), str(path / "config.json"))
 
 
 def _from_gguf(path: Path) -> GPTConfig:

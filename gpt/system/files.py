@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from io import BufferedReader
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -366,12 +366,10 @@ def cache_dir() -> Path:
     return user_folder() / "cache" if sys.platform == "win32" else user_folder()
 
 
-def user_folder(kind: Literal["cache", "state"] = "cache") -> Path:
-    """Returns the user's gpt folder for caches or state. Raises the same errors as `in_home`."""
+def user_folder() -> Path:
+    """Returns the user's gpt folder for caches. Raises the same errors as `in_home`."""
     if sys.platform == "win32":
         variable, subfolder = "LOCALAPPDATA", "AppData/Local"
-    elif kind == "state":
-        variable, subfolder = "XDG_STATE_HOME", ".local/state"
     else:
         variable, subfolder = "XDG_CACHE_HOME", "Library/Caches" if sys.platform == "darwin" else ".cache"
     parent = os.environ.get(variable)

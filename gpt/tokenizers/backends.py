@@ -3,10 +3,8 @@
 `gpt.tokenizers.tokenizer` decides which tokens begin and end a text.
 """
 
-import contextlib
 import json
 import re
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -97,10 +95,7 @@ def _call_native(work: Callable[[], T], size: int, is_risky: bool, component: st
     try:
         if not is_risky and size <= untrusted.MAX_UNTIMED_IF_LINEAR:
             return work()
-        is_main_thread = threading.current_thread() is threading.main_thread()
-        # All threads share stderr, so only the main thread silences it.
-        with untrusted.suppress_panic_output() if is_risky and is_main_thread else contextlib.nullcontext():
-            return untrusted.run_with_timeout(work, size, is_risky)
+        return untrusted.run_with_timeout(work, size, is_risky)
     except UserError:
         raise
     except BaseException as error:
@@ -247,13 +242,12 @@ def _load_tokenizer(data: bytes, values: Mapping[str, Any]) -> Any:
 
     untrusted.check(values)
     try:
-        with untrusted.suppress_panic_output():
-            tokenizer = Tokenizer.from_buffer(data)
-            tokenizer.no_truncation()
-            tokenizer.no_padding()
-            tokenizer.post_processor = None
-            tokenizer.encode_special_tokens = True  # Set before threads share the tokenizer.
-            return tokenizer
+        tokenizer = Tokenizer.from_buffer(data)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.post_processor = None
+        tokenizer.encode_special_tokens = True  # Set before threads share the tokenizer.
+        return tokenizer
     except BaseException as error:
         if not _is_panic(error) and not isinstance(error, Exception):
             raise

@@ -7,9 +7,8 @@ expression can take quadratic time.
 import base64
 import contextlib
 import math
-import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
@@ -98,30 +97,3 @@ def run_with_timeout(work: Callable[[], T], size: int, is_risky: bool = True) ->
         raise UserError(
             f"the tokenizer takes longer than {limit:,.0f} s for a text of {size:,} characters", _HINT
         ) from None
-
-
-_stderr_lock = threading.Lock()
-_silent_count, _saved_stderr = 0, -1  # Number of active `suppress_panic_output` contexts, and the saved stderr.
-
-
-@contextlib.contextmanager
-def suppress_panic_output() -> Iterator[None]:
-    """Hides Rust's panic messages on stderr, because gpt reports panics as errors."""
-    global _silent_count, _saved_stderr
-    with _stderr_lock:
-        if not _silent_count:
-            with contextlib.suppress(OSError):  # stderr can be closed.
-                _saved_stderr = os.dup(2)
-                devnull = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(devnull, 2)
-                os.close(devnull)
-        _silent_count += 1
-    try:
-        yield
-    finally:
-        with _stderr_lock:
-            _silent_count -= 1
-            if not _silent_count and _saved_stderr >= 0:
-                os.dup2(_saved_stderr, 2)
-                os.close(_saved_stderr)
-                _saved_stderr = -1

@@ -23,7 +23,6 @@ from gpt.training.state import STATE, TENSORS, Snapshot, TrainState
 from gpt.training.strategy import WEIGHT, Strategy, with_prefix
 
 SPARE_BYTES = 2**20  # disk space to leave free
-DISK_WAIT_SECONDS, DISK_RETRY_SECONDS = 60.0, 2.0  # for disk space at the end of a run, and between retries
 
 
 class Checkpointer:
@@ -41,7 +40,6 @@ class Checkpointer:
         self.run, self.strategy, self.scaler, self.state, self.tokenizer = run, strategy, scaler, state, tokenizer
         self.journal = journal
         self.snapshot = Snapshot()  # the rollback target
-        self.position_tables = {name: tensor.cpu().numpy() for name, tensor in checkpoint.fixed(strategy.model).items()}
         moments = strategy.optimizer.shapes(strategy.shapes)
         elements = sum(map(math.prod, [*strategy.shapes.values(), *moments.values()]))
         self.size = 4 * elements + sum(map(len, tokenizer.files.values()))  # approximate checkpoint size in bytes
@@ -65,14 +63,10 @@ class Checkpointer:
         snapshot_state = self.snapshot.restore(self.strategy, self.scaler)
         vars(self.state).update(vars(snapshot_state), **changes)
 
-    def save(self, recipe: Recipe, is_stopped: Callable[[], bool] | None = None) -> None:
-        """Takes a snapshot and starts writing it. With ``is_stopped``, writes the final checkpoint (`Writer.last`)."""
+    def save(self, recipe: Recipe) -> None:
+        """Takes a snapshot and starts writing it."""
         self.take_snapshot()
-        files = self._prepare_files(recipe)
-        if is_stopped is None:
-            self.writer.begin(self.state.step, self.size, files)
-        else:
-            self.writer.last(self.state.step, self.size, files, is_stopped)
+        self.writer.begin(self.state.step, self.size, self._prepare_files(recipe))
 
     def _prepare_files(self, recipe: Recipe) -> Callable[[], Files]:
         """Returns a function that builds the snapshot's checkpoint files in any thread."""
@@ -91,7 +85,6 @@ class Checkpointer:
             store = partial(adapter.contents, run.init.adapter(recipe.lora_rank, recipe.lora_alpha), roles)
         full = {name: self.strategy.full_tensor(name, tensor) for name, tensor in snapshot.tensors.items()}
         weights = with_prefix(full, WEIGHT)
-        weights = weights if "adapter" in meta else {**self.position_tables, **weights}
         state_tensors = {name: tensor for name, tensor in full.items() if not name.startswith(WEIGHT)}
 
         def build_files() -> Files:
@@ -130,7 +123,6 @@ class Writer:
         self._thread: threading.Thread | None = None
         self._thread_step = -1
         self._thread_error: Exception | None = None
-        self._retrying = False  # whether a failed save will be retried
 
     def begin(self, step: int, size: int, files: Callable[[], Files]) -> None:
         """Starts writing a checkpoint of about ``size`` bytes. The data of ``files()`` must not change until `wait`."""
@@ -151,7 +143,7 @@ class Writer:
             self.on_saved(self._thread_step)
         elif self.save_error is None:  # Warn only about the first of consecutive failures.
             reason = error_text(self._thread_error)
-            self.warn(f"step {self._thread_step:,} could not be saved: {reason}; the run continues and will try again")
+            self.warn(f"step {self._thread_step:,} could not be saved: {reason}; the next save will try again")
         self.save_error = self._thread_error
 
     def wait(self) -> None:
@@ -169,8 +161,7 @@ class Writer:
         except Exception as error:
             self._thread_error = error
         try:
-            if not self._retrying:
-                self.on_finished()
+            self.on_finished()
         except Exception as error:
             self._thread_error = self._thread_error or error
 
@@ -182,37 +173,15 @@ class Writer:
         folder.prune(self.run, self.keep, self._thread_step, self.start)
         folder.write_index(self.run)
 
-    def last(self, step: int, size: int, files: Callable[[], Files], is_stopped: Callable[[], bool]) -> None:
-        """Saves the last step. If that fails, retries with only the weights, for `DISK_WAIT_SECONDS` or until
-        ``is_stopped()``. Raises `WorkError` even if a retry succeeds."""
-
-        def weights() -> Files:
-            return {name: data for name, data in files().items() if name not in folder.TRAINING}
-
-        self._retrying = True
-        try:
-            self.begin(step, size, files)
-            self.wait()
-            first_error = self.save_error
-            if first_error is None:
-                return
-            start = time.monotonic()
-            self.warn(f"waiting {DISK_WAIT_SECONDS:.0f} s for disk space in {self.run}")
-            while not is_stopped() and time.monotonic() - start < DISK_WAIT_SECONDS:
-                self.begin(step, 0, weights)
-                self.wait()
-                if self.save_error is None:
-                    raise WorkError(
-                        f"step {step:,} could not be saved at first: {error_text(first_error)}",
-                        f"its weights are in {self.run / folder.step_name(step)}; --resume continues from before it",
-                    )
-                time.sleep(DISK_RETRY_SECONDS)
-        finally:
-            self._retrying = False
-            self.on_finished()
-        newest = f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
-        message = f"step {step:,} could not be saved and is lost: {error_text(first_error)}"
-        raise WorkError(message, f"{newest}; free up space, then resume from there with --resume")
+    def finish(self) -> None:
+        """Waits for the checkpoint of the last step. Raises `WorkError` if it could not be written."""
+        self.wait()
+        if self.save_error is not None:
+            newest = (
+                f"the newest checkpoint is {folder.step_name(self.step)}" if self.step >= 0 else "nothing was saved"
+            )
+            message = f"step {self._thread_step:,} could not be saved and is lost: {error_text(self.save_error)}"
+            raise WorkError(message, f"{newest}; free up space, then resume from there with --resume")
 
 
 def check_disk_space(run: Path, size: int) -> None:

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-
 from gpt.config import events
 from gpt.config.device import Download
 from gpt.model.memory import divisors
@@ -266,7 +264,8 @@ class Trainer:
             self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt)
         state.settled_step = state.step
         if is_last:
-            self.checkpointer.save(self.run_recipe, lambda: self.session.stop.signum is not None)
+            self.checkpointer.save(self.run_recipe)
+            self.checkpointer.writer.finish()
         elif is_best or (state.cycle_step and self.is_due("save_every")):
             self.checkpointer.save(self.run_recipe)
         return is_last
@@ -362,10 +361,6 @@ class Trainer:
         self.session.listen(events.Progress("evaluating the best checkpoint"))
         measure = partial(evaluate_best, self.run, self.strategy, self.recipe, self.state, self.journal.speed)
         result = self.stepper.run_eagerly(measure)
-        if self.recipe.merge_lora and self.world.is_main:
-            merged, model = self.run.path / "merged", checkpoint.load_model(result.checkpoint, torch.device("cpu"))
-            checkpoint.save(merged, model, self.tokenizer_files, {"val_loss": result.val_loss})
-            self.session.note(f"merged: {merged}")
         return self.journal.end(result, "steps" if self.is_at_end else "patience")
 
     def end_by_signal(self) -> NoReturn:

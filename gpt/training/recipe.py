@@ -58,7 +58,7 @@ EVALUATIONS = 20  # default number of evaluations
 PATIENCE_SHARE, MIN_PATIENCE = 0.25, 5
 GUESSED_STEPS = 1000  # steps of a timed run whose speed is not measured yet
 
-COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "merge_lora", "base_dtype", "shard", "recompute", "reward")
+COPIED_SETTINGS = ("schedule", "clip", "keep", "seed", "base_dtype", "shard", "recompute", "reward")
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,6 @@ class Recipe:
     lora_rank: Annotated[int, Within(0, 2**20)] = 0  # 0 disables adapters and trains all weights
     lora_alpha: Amount = 0.0
     lora_targets: str = "all"
-    merge_lora: bool = False
     base_dtype: BaseDtype | None = None  # dtype of the frozen matrices in blocks; None for the file's
     loss_chunk: Count = 0  # positions per chunk of logits; 0 for `gpt.model.memory.positions_at_once`
     compile: bool = False

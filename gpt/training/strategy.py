@@ -218,7 +218,7 @@ class Sharded(Strategy):
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: p.shape for name, p in named_parameters(self.model.config).items() if p.trained}
+        return {name: p.shape for name, p in named_parameters(self.model.config).items()}
 
     def scaler(self) -> torch.amp.GradScaler:
         """The loss scaler. An overflow on one rank skips the step on all ranks."""

@@ -209,7 +209,7 @@ def test_environment_variables_work_for_every_command(
         (["sample", "-i", "--seed", "-1"], "Invalid value for '--seed': Input should be greater than or equal to 0"),
         (["sample", "hi", "-m", "hf:a/b/c"], '"hf:a/b/c" is not a Hugging Face Hub model'),
         (["train", "book.txt", "--lora-rank", "4"], "--lora-rank needs --init"),
-        (["train", "book.txt", "--init", "x", "--merge-lora"], "--merge-lora needs --lora-rank"),
+        (["train", "book.txt", "--init", "x", "--lora-alpha", "2"], "--lora-alpha needs --lora-rank"),
         (["params", "gpt2", "--positions", "sinus"], 'there is no positions "sinus"'),
         (["params", "--list", "--n-layer", "3"], "--list shows all presets, but --n-layer asks for a single shape"),
         (["eval"], "text"),
@@ -509,7 +509,6 @@ def test_params_table_matches_the_gpt3_paper(gpt: Gpt) -> None:
     assert " 8.3%" in bars["Key"][1] and "33.1%" in bars["Up-Projection"][1]
     assert "16 heads give the paper's total" in gpt("params", "gpt3-1.3b").out
     assert "5,120 gives the paper's total" in gpt("params", "gpt3-13b").out
-    assert "a fixed sine table has none" in gpt("params", "gpt2", "--positions", "sinusoidal").out
 
 
 def test_params_json_keys(gpt: Gpt, run_folder: Path) -> None:
@@ -520,8 +519,8 @@ def test_params_json_keys(gpt: Gpt, run_folder: Path) -> None:
     assert values["trainable"] == 124_439_808
     assert [list(row) for row in values["rows"]] == [["matrix", "dimensions", "parameters"]] * 8
     assert json.loads(gpt("params", run_folder, "--json").out)["config"]["n_embd"] == 32
-    sine = json.loads(gpt("params", "gpt2", "--positions", "sinusoidal", "--json").out)
-    assert (sine["positions"], sine["trainable"]) == (0, 124_439_808 - 1024 * 768)
+    rotary = json.loads(gpt("params", "gpt2", "--positions", "rotary", "--json").out)
+    assert (rotary["positions"], rotary["trainable"]) == (0, 124_439_808 - 1024 * 768)
 
 
 def test_params_compares_models(gpt: Gpt, run_folder: Path, workdir: Path) -> None:

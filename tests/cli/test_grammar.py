@@ -28,7 +28,6 @@ def test_model_defaults_to_the_newest_run(gpt: Gpt, run: str) -> None:
         assert (newest.code, newest.out) == (0, named.out), newest.err
     assert gpt("export", "-o", "newest.gguf", "--quiet").code == 0
     assert gpt("export", "-m", run, "-o", "named.gguf", "--quiet").code == 0
-    assert json.loads(gpt("bench", "--rounds", "1", "-n", "2", "--json").out)["name"].startswith(run)
 
 
 def test_words_of_eval_are_texts(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,11 +39,10 @@ def test_words_of_eval_are_texts(gpt: Gpt, run: str, monkeypatch: pytest.MonkeyP
     assert gpt("eval", "t.txt").code == 0
 
 
-def test_export_and_bench_take_no_text(gpt: Gpt, run: str) -> None:
-    for words in (["export", run, "-o", "a.gguf"], ["bench", "nano"]):
-        result = gpt(*words)
-        assert_error(result, f"unexpected extra argument(s) ({words[1]})")
-        assert "-m names the model" in result.err
+def test_export_takes_no_text(gpt: Gpt, run: str) -> None:
+    result = gpt("export", run, "-o", "a.gguf")
+    assert_error(result, f"unexpected extra argument(s) ({run})")
+    assert "-m names the model" in result.err
 
 
 # gpt chat
@@ -87,7 +85,6 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
         ("train -m gpt2", "--init: "),
         ("sample --model-name x", "--model: "),
         ("sample --max-new-tokens 5", "--max-tokens: "),
-        ("bench --max-new-tokens 5", "--new-tokens: "),
         ("sample --num-return-sequences 5", "--num: Number of samples"),
         ("sample --do-sample", "--greedy turns it off"),
         ("sample --ctx-size 5", "the context length is fixed when a model is trained"),

@@ -345,22 +345,6 @@ def test_report_of_a_run_has_yardsticks(open_page: Any, gpt: Gpt, two_runs: list
         assert levels.count() == 3
 
 
-def test_report_compares_runs_with_other_programs(open_page: Any, gpt: Gpt, two_runs: list[Path]) -> None:
-    points = ({"step": n, "seconds": n, "val_loss": 4 - n, "bits_per_byte": 6 - 1.5 * n} for n in (1, 2))
-    Path("peer.jsonl").write_text("".join(json.dumps(point) + "\n" for point in points))
-    assert gpt("report", "one", "peer.jsonl", "-o", "r.html").code == 0
-    page = open_page(Path("r.html"))
-    assert page.locator("#results tbody tr").all()[1].locator("td").all_inner_texts() == [
-        "2", "–", "2 s", "2.0000", "2", "3.0000", "–", "another program",
-    ]  # fmt: skip
-    assert page.locator("figure[data-chart='loss'] figcaption").inner_text().split("\n")[0] == "Loss, bits per byte"
-    curves = page.locator("figure[data-chart='loss'] path.curve:not(.key *)")
-    for axis, count in (("step", 4), ("seconds", 4), ("tokens", 3)):  # The other program has no token counts.
-        page.select_option("#axis", axis)
-        assert curves.count() == count
-    assert page.locator("[data-sample]").count() == 1
-
-
 RANGES = [
     (0.0, 1.0), (1.0, 400.0), (2.308, 6.942), (1.5e-5, 0.008), (437.8, 437.9), (-3e-7, -1e-7), (2.0, 2.0), (0.0, 0.0),
     (5e-324, 5e-324), (-3e38, 3e38), (3e38, 3e38), (1e18, 1e18 + 512),

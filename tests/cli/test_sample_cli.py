@@ -180,7 +180,7 @@ def test_invalid_options_are_errors(gpt: Gpt, run_folder: Path) -> None:
         "--dtype int7": 'there is no dtype "int7"',
     }.items():
         assert_error(gpt("sample", "the", "-m", run_folder, "-n", "3", *shlex.split(args)), message)
-    assert 'did you mean "int8"?' in gpt("bench", "-m", run_folder, "--dtype", "int7").err
+    assert 'did you mean "int8"?' in gpt("sample", "the", "-m", run_folder, "--dtype", "int7").err
 
 
 # Log-probabilities
@@ -276,7 +276,6 @@ def test_session_prints_the_same_as_single_samples(gpt: Gpt, run_folder: Path) -
     assert run_session(gpt, run_folder, "the", "/quit", "never").out == sample("the")
     assert "temperature 0.8\n" in run_session(gpt, run_folder, "/set").out
     assert "/retry" in run_session(gpt, run_folder, "/help").out
-    assert run_session(gpt, run_folder, f"/model {run_folder}", "the").out == sample("the")
 
 
 def test_errors_do_not_end_a_session(gpt: Gpt, run_folder: Path) -> None:
@@ -288,7 +287,6 @@ def test_errors_do_not_end_a_session(gpt: Gpt, run_folder: Path) -> None:
         "/retyr": ("there is no command /retyr", 'did you mean "/retry"?'),
         "/retry": ("there is no prompt yet", "enter one"),
         "/more": ("there is no text yet", "enter a prompt"),
-        "/model nowhere": ("there is no run or checkpoint nowhere", "train one"),
     }
     result = run_session(gpt, run_folder, *mistakes, "the")
     assert result.code == 0
@@ -349,12 +347,11 @@ def test_interactive_rejects_conflicting_options(gpt: Gpt, run_folder: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
-def test_ctrl_c_ends_the_text_but_not_the_session(run_folder: Path, tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_text_but_not_the_session(run_folder: Path) -> None:
     import pty
 
     pid, terminal = pty.fork()
     if pid == 0:
-        os.environ["XDG_STATE_HOME"] = str(tmp_path)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Children of background jobs ignore SIGINT.
         words = ["sample", "-i", "-m", str(run_folder), "-n", "10000000", "--ignore-eot"]
         os.execv(sys.executable, [sys.executable, "-c", "from gpt_cli.main import run; run()", *words])
@@ -379,7 +376,6 @@ def test_ctrl_c_ends_the_text_but_not_the_session(run_folder: Path, tmp_path: Pa
     wait_for(b"> ")
     os.write(terminal, b"\x04")
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert (tmp_path / "gpt" / "history").read_text().splitlines()[-3:] == ["the cat", "/set max-tokens 3", "it"]
     os.close(terminal)
 
 
@@ -395,7 +391,7 @@ def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Pat
         "assert gc.isenabled()  # it is not while torch is imported\n"
         "heavy = {'torch._dynamo', 'torch._inductor', 'sympy', 'transformers', 'tokenizers', 'huggingface_hub',"
         " 'gpt.training', 'gpt.exporting', 'gpt.serve', 'gpt.parallel.world', 'gpt.corpus.corpus', 'gpt.documents.download',"
-        " 'gpt.corpus.tokenize', 'gpt.decoding.bench', 'gpt.insight.inspect', 'gpt_cli.commands.train', 'gpt_cli.commands.params'} & set(sys.modules)\n"
+        " 'gpt.corpus.tokenize', 'gpt.insight.inspect', 'gpt_cli.commands.train', 'gpt_cli.commands.params'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -106,6 +106,6 @@ def test_names_are_not_markup(gpt: Gpt, run_folder: Path, workdir: Path) -> None
     for name in ("[red]x", "[/x]", ":smile:"):
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).symlink_to(run_folder)
-        result = gpt("bench", "-m", name, "-n", "2", "--rounds", "1")
+        result = gpt("params", name)
         assert result.code == 0, result.err
         assert name in result.out

@@ -1,6 +1,5 @@
-"""``gpt tokenize``, and ``gpt data show`` of token folders."""
+"""``gpt tokenize``."""
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -34,31 +33,6 @@ def test_next_command_is_printed(gpt: Gpt, texts: Path) -> None:
     result = run_tokenize(gpt, "my texts", "-o", "my tokens")
     assert result.out.startswith("saved  my tokens  (")
     assert result.out.endswith("train on it  gpt train 'my tokens'\n")
-    output = gpt("data", "show", "my tokens").out
-    assert output.startswith("folder  my tokens\n")
-    assert output.endswith("gpt train 'my tokens'\n")
-
-
-def test_data_show_reports_missing_training_text(gpt: Gpt, texts: Path) -> None:
-    Path("small.jsonl").write_text('{"text": ""}\n{"text": "x"}\n')
-    run_tokenize(gpt, "small.jsonl", "-o", "tokens", "--val-fraction", "0")
-    manifest = Path("tokens/manifest.json")
-    values = json.loads(manifest.read_text())
-    values["train"], values["val"] = values["val"], values["train"]
-    values["shards"] = [
-        shard | {"side": "val", "file": shard["file"].replace("train", "val")} for shard in values["shards"]
-    ]
-    manifest.write_text(json.dumps(values))
-    output = gpt("data", "show", "tokens").out
-    assert "gpt train" not in output
-    assert "nothing to train on" in output
-
-
-def test_data_show_of_an_invalid_name_is_an_error(gpt: Gpt, texts: Path) -> None:
-    result = gpt("data", "show", "my texts")
-    assert (result.code, "my texts is not a token folder" in result.err) == (2, True)
-    result = gpt("data", "show", "nothere")
-    assert (result.code, "there is no corpus or folder" in result.err) == (2, True)
 
 
 def test_held_out_text_is_excluded_from_training(gpt: Gpt, texts: Path) -> None:

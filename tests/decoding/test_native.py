@@ -41,7 +41,6 @@ BUILDS = {
 }  # fmt: skip
 FAMILIES = SHAPES | {
     "odd": GPTConfig(50, 40, 2, 3, 27),
-    "sinusoidal": GPTConfig(50, 40, 2, 2, 24, positions="sinusoidal"),
     "own": GPTConfig(50, 40, 2, 2, 16, positions="rotary"),
     "wide": GPTConfig.of("modern", 300, 64, 3, 6, 96, n_kv_head=2, head_dim=72, n_inner=100, window=8),
 }

@@ -1,4 +1,4 @@
-"""Weights for decoding: their dtypes."""
+"""Weights for decoding: their dtypes, and the bytes read per step."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,15 @@ from models import tiny_model
 
 import gpt as library
 from gpt.config.device import Compute
+from gpt.config.model import PRESETS, GPTConfig
 from gpt.decoding.context import Context
 from gpt.decoding.native import PackedLinear
+from gpt.decoding.weights import prepare, weight_bytes
 from gpt.model.decoder import GPT
+from gpt.model.params import cache_bytes
+from gpt.model.quantize import quantize_model
 
+CPU = Compute(torch.device("cpu"), torch.float32)
 BF16 = Compute(torch.device("cpu"), torch.bfloat16)
 
 
@@ -55,3 +60,16 @@ def test_float32_weights_are_cast_in_each_product() -> None:
             expected = model(torch.tensor(ids)).float()
         assert torch.allclose(actual, expected, atol=1e-2)
         assert (actual - model(torch.tensor(ids))).abs().max() > 1e-2
+
+
+def test_step_reads_every_matrix_once() -> None:
+    """A step reads all weights except the position table."""
+    config = GPTConfig(48, 16, 2, 2, 32)
+    model = GPT(config)
+    all_but_positions = sum(parameter.numel() for parameter in model.parameters()) - 16 * 32
+    assert weight_bytes(model, CPU) == 4 * all_but_positions
+    assert weight_bytes(model, Compute(CPU.device, torch.bfloat16)) == 2 * all_but_positions
+    matrices = sum(parameter.numel() for parameter in model.parameters() if parameter.dim() == 2) - 16 * 32
+    int8_bytes = matrices + 2 * matrices // 32  # Each group of 32 elements has a scale.
+    assert weight_bytes(prepare(quantize_model(model, 8), CPU), CPU) == int8_bytes + 4 * (all_but_positions - matrices)
+    assert cache_bytes(PRESETS["gpt2"].model, 10, 4) == 2 * 12 * 768 * 10 * 4

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Done, make_text
 
-PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb", "bench -m gpt2", "--also")
+PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb", "--also")
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -30,7 +30,7 @@ SCALING = RopeScaling(8.0, 1.0, 4.0, 16)
 # rows of 40 do not.
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("gpt2", "gpt2", ARCHITECTURES["gpt2"]),
-    "gpt2, untied, sines": ("gpt2", "gpt2", ARCHITECTURES["gpt2"] | {"positions": "sinusoidal", "tied": False}),
+    "gpt2, untied": ("gpt2", "gpt2", ARCHITECTURES["gpt2"] | {"tied": False}),
     "llama": ("llama", "llama", LLAMA | {"n_kv_head": 2, "head_dim": 24, "n_inner": 96, "rope_scaling": SCALING}),
     "mistral": ("mistral", "llama", LLAMA | {"window": 48, "window_layers": (0, 1), "n_kv_head": 1, "tied": False}),
     "qwen2": ("qwen2", "qwen2", LLAMA | {"biases": "qkv", "n_kv_head": 2, "n_inner": 40}),

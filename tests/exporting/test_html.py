@@ -40,7 +40,7 @@ from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer, 
 # Widths that are multiples of 16, and widths that are not.
 SHAPES: dict[str, GPTConfig] = {
     "gpt2": GPTConfig(257, 24, 2, 2, 32),
-    "gpt2, narrow, sines, untied": GPTConfig(257, 24, 2, 2, 20, n_inner=24, positions="sinusoidal", tied=False),
+    "gpt2, narrow, untied": GPTConfig(257, 24, 2, 2, 20, n_inner=24, tied=False),
     "llama": GPTConfig.of(
         "modern", 257, 24, 2, 4, 40, n_kv_head=2, head_dim=12, n_inner=24, qk_norm=False,
         rope_scaling=RopeScaling(8.0, 1.0, 4.0, 16),
@@ -129,7 +129,7 @@ def test_header_describes_the_shape(tmp_path: Path) -> None:
         (32, 32, 16, 16, 128, 128), (20, 32, 10, 16, 24, 32), (40, 48, 12, 16, 24, 32), (32, 32, 16, 16, 16, 16),
         (36, 48, 16, 16, 40, 48),
     ]  # fmt: skip
-    assert [shape["positions"] for shape in shapes] == ["learned", "sine", "rotary", "rotary", "rotary"]
+    assert [shape["positions"] for shape in shapes] == ["learned", "learned", "rotary", "rotary", "rotary"]
     assert [(shape["norm"], shape["gated"], shape["qk"]) for shape in shapes] == [
         ("layernorm", False, False), ("layernorm", False, False), ("rmsnorm", True, False), ("rmsnorm", True, False),
         ("rmsnorm", True, True),
@@ -362,7 +362,8 @@ def test_page_describes_the_run(run_folder: Path, gpt: Gpt) -> None:
     assert (header["name"], header["about"][0], header["dtype"]) == (name, about, "float16")
     rest = "\n".join(header["about"][1:])
     for part in (
-        f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text: text.txt.",
+        f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text "
+        f"({record['sources'][0]['bytes']:,} bytes): text.txt.",
         f"{record['result']['val_loss']:.4f} nats per token, {record['result']['bits_per_byte']:.4f} bits per byte, "
         "before its weights were rounded to 16 bits.",
         "License: mit.",

@@ -33,7 +33,6 @@ MODERN, GPT2 = ARCHITECTURES["modern"], ARCHITECTURES["gpt2"]
 SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": GPT2,
     "gpt2, untied": GPT2 | {"tied": False},
-    "sine positions": GPT2 | {"positions": "sinusoidal"},
     "qwen3, windows": MODERN | {"window": 8},
     "llama, scaled, odd sizes": FAMILIES["llama"]
     | {"n_kv_head": 2, "head_dim": 10, "n_inner": 44, "rope_scaling": RopeScaling(8.0, 1.0, 4.0, 16)},

@@ -41,9 +41,7 @@ def random_shape(family: str, number: int) -> GPTConfig:
         "layer_norm_epsilon": rng.choice([1e-5, 1e-6, 1e-2]),
     }
     n_embd, block_size = heads * width, rng.choice([2, 16, 48, 300])
-    if family == "gpt2":
-        properties["positions"] = rng.choice(["learned", "sinusoidal"])
-    else:
+    if family != "gpt2":
         properties["n_kv_head"] = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
         properties["rope_base"] = rng.choice([10_000.0, 1e6, 100.0])
     if family in ("llama", "mistral", "qwen3"):

@@ -16,8 +16,7 @@ from conftest import TINY, Gpt, make_text, more, slow
 from models import CPU, EOT, PROMPTS, tiny_model
 
 import gpt
-from gpt import SampleConfig, api
-from gpt.config.bench import BenchConfig
+from gpt import SampleConfig
 from gpt.config.device import Compute
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
@@ -201,17 +200,6 @@ def test_evaluation_and_inspection_match_the_cpu(models: dict[str, Path], disgui
     assert np.allclose(on_cuda[1].patterns, on_cpu[1].patterns, atol=1e-5)
     assert np.allclose(on_cuda[1].logits, on_cpu[1].logits, atol=1e-4)
     assert [neighbor.id for neighbor in on_cuda[2]] == [neighbor.id for neighbor in on_cpu[2]]
-
-
-def test_bench_reports_device_and_speed(
-    models: dict[str, Path], disguise: Disguise, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("gpt.decoding.bench._PROBE_BYTES", 2**16)
-    with disguise():
-        config = BenchConfig(prompt_tokens=4, new_tokens=4, rounds=1)
-        result = api.bench(models["gpt2"], config, device="cuda", dtype="float32")
-    assert result.device == "NVIDIA H100 80GB HBM3"
-    assert result.speed.decode_tokens_per_second > 0
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
 SHAPES = [
     GPTConfig(97, 24, 3, 4, 32),
-    GPTConfig(97, 24, 2, 2, 32, positions="sinusoidal"),
     GPTConfig.of("modern", 97, 24, 3, 4, 32),
     GPTConfig.of("modern", 97, 24, 3, 4, 32, n_kv_head=2, head_dim=16, window=5),
     GPTConfig(97, 24, 2, 2, 32, window=3, tied=False),

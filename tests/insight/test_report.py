@@ -1,4 +1,4 @@
-"""`gpt report`: events of repeated steps, copied training text, curves of other programs, charts."""
+"""`gpt report`: events of repeated steps, copied training text, comparisons of runs, charts."""
 
 import json
 import math
@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from gpt.config import events
 from gpt.insight import copying, report
 from gpt.runs.record import RunRecord, TokenizerRecord
-from gpt.system.errors import UserError
 from gpt.system.files import locked
 
 
@@ -233,83 +232,25 @@ def test_invalid_runs_and_outputs_are_errors(gpt: Gpt, two_runs: list[Path]) -> 
     assert_error("is damaged", "two")
 
 
-# Curves of other programs, and charts
-
-
-CURVE_LINE = '{"step": 250, "seconds": 12.5, "val_loss": 2.0, "bits_per_byte": 3.0}'
-
-
-def test_curves_of_other_programs_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "nanogpt.jsonl"
-    path.write_text(CURVE_LINE + '\n{"step": 500, "seconds": 12.5, "val_loss": 1.0}\n')
-    curve = report.report(path)
-    steps, evals = curve.columns()
-    assert (curve.name, curve.is_run, curve.settings, steps["step"]) == ("nanogpt", False, {}, [])
-    assert evals == {"step": [250, 500], "tokens": [None] * 2, "seconds": [12.5, 12.5], "val_loss": [2.0, 1.0]}
-    assert curve.bits_per_nat == 1.5  # Only the first line has bits_per_byte.
-    assert curve.history.end is not None and curve.history.end.bits_per_byte == 1.5
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ("", "is empty"),
-        ("[" * 100_000, "line 1 of .* is not JSON"),
-        (CURVE_LINE.replace("2.0", "NaN"), "line 1 of .* is damaged: val_loss is nan"),
-        (CURVE_LINE.replace("250", "1e3"), "line 1 of .* is damaged: step is 1000.0"),
-        ('{"step": 1, "seconds": 1.0}', "line 1 of .* is damaged: .*val_loss"),
-    ],
-)
-def test_invalid_curves_are_errors(tmp_path: Path, lines: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "c.jsonl").write_text(lines)
-    with pytest.raises(UserError, match=message) as error:
-        report.report(tmp_path / "c.jsonl")
-    assert error.value.hint
-    (tmp_path / "c.jsonl").write_text(CURVE_LINE)
-    monkeypatch.setattr(report, "CURVE_LIMIT", len(CURVE_LINE) - 1)
-    with pytest.raises(UserError, match="has .* bytes"):
-        report.report(tmp_path / "c.jsonl")
+# Several runs, and charts
 
 
 def test_runs_with_different_tokenizers_are_compared_in_bits_per_byte(gpt: Gpt, two_runs: list[Path]) -> None:
     from gpt_cli.show.json_report import report_page
 
-    Path("peer.jsonl").write_text(CURVE_LINE)
-    one, two, peer = (report.report(Path(name)) for name in ("one", "two", "peer.jsonl"))
-    assert report_page([one, two])["unit"] == report_page([peer])["unit"] == "nats per token"
-    page = report_page([one, peer])
+    one, two = (report.report(Path(name)) for name in ("one", "two"))
+    other = replace(one, path=Path("more/one"), record=replace(one.record, tokenizer=TokenizerRecord("x", "x")))
+    assert report_page([one, two])["unit"] == report_page([other])["unit"] == "nats per token"
+    page = report_page([one, other])
     assert page["unit"] == "bits per byte"
-    assert page["differing"] == []
-    ours, theirs = page["runs"]
+    assert [run["name"] for run in page["runs"]] == ["one", "more/one"]
     ratio = one.bits_per_nat
     assert ratio is not None
     for columns, key in (("steps", "loss"), ("evals", "val_loss")):
         losses_in_nats = one.columns()[columns == "evals"][key]
-        assert ours[columns][key] == pytest.approx([ratio * loss for loss in losses_in_nats if loss is not None])
-    assert theirs["evals"]["val_loss"] == [3.0]
-    assert "not comparable" in report_page([one, two, peer])["unit"]  # The second run is unfinished.
-    Path("more").mkdir()
-    Path("more/peer.jsonl").write_text(CURVE_LINE)
-    renamed_peers = [replace(peer, path=Path(path)) for path in ("peer.jsonl", "more/peer.jsonl")]
-    assert [run["name"] for run in report_page(renamed_peers)["runs"]] == ["peer.jsonl", "more/peer.jsonl"]
-    Path("other.jsonl").write_text('{"step": 1, "seconds": 1, "val_loss": 1}')
-    assert "not comparable" in report_page([peer, report.report(Path("other.jsonl"))])["unit"]
-    other_record = replace(one.record, tokenizer=TokenizerRecord("another", "another"))
-    assert report_page([one, replace(one, record=other_record)])["unit"] == "bits per byte"
-
-
-def test_terminal_report_compares_runs_with_other_programs(gpt: Gpt, two_runs: list[Path]) -> None:
-    Path("peer.jsonl").write_text(CURVE_LINE)
-    result = gpt("report", "one", "peer.jsonl")
-    assert result.code == 0, result.err
-    for words in ("another program", "held-out loss, bits per byte", "seconds", "peer", "sample at step 30", "n_embd"):
-        assert words in result.out
-    curve_only = gpt("report", "peer.jsonl").out
-    assert "loss, nats per token" in curve_only and "settings" not in curve_only
-    lines = [json.loads(line) for line in gpt("report", "one", "peer.jsonl", "--json").out.splitlines()]
-    assert [line["name"] for line in lines] == ["one", "peer"]
-    assert lines[1]["evals"]["val_loss"] == [2.0]
-    one_line_of_what_and_what_next(gpt("report", "one", "one/run.json"), "line 1 of one/run.json is")
+        converted = pytest.approx([ratio * loss for loss in losses_in_nats if loss is not None])
+        assert page["runs"][0][columns][key] == converted
+    assert "not comparable" in report_page([one, two, other])["unit"]  # The second run is unfinished.
 
 
 def test_time_unit_depends_on_duration() -> None:

@@ -305,7 +305,7 @@ def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Pa
     import peft  # The import takes seconds.
 
     base = save_base(SHAPES[family], workdir / "base")
-    result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", merge_lora=True, **LORA)
+    result = library.train(second_text, init=base, steps=4, lora_targets="mlp,output", **LORA)
     record = json.loads((result.run / "run.json").read_text())
     assert record["settings"]["lora_targets"] == record["resolved"]["lora_targets"] == "mlp,output"
     tensors = load_file(result.checkpoint / "adapter_model.safetensors")
@@ -316,7 +316,9 @@ def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Pa
         assert torch.allclose(
             peft.PeftModel.from_pretrained(load_transformers(base), result.checkpoint)(ids).logits, tuned, atol=1e-4
         )
-        assert torch.allclose(load_transformers(result.run / "merged")(ids).logits, tuned, atol=1e-4)
+    library.export(result.run, "merged")
+    with torch.no_grad():
+        assert torch.allclose(load_transformers(Path("merged"))(ids).logits, tuned, atol=1e-4)
     extended_run = library.resume(result.run, steps=6)
     assert extended_run.steps == 6
 
@@ -324,7 +326,7 @@ def test_run_trains_only_its_targets(family: str, workdir: Path, second_text: Pa
 def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
     run_events: list[Any] = []
     checksums = folder.weight_checksums(base)
-    result = library.train(second_text, init=base, steps=30, merge_lora=True, listen=run_events.append, **LORA)
+    result = library.train(second_text, init=base, steps=30, listen=run_events.append, **LORA)
     assert folder.weight_checksums(base) == checksums
     first_loss = next(event.val_loss for event in run_events if isinstance(event, events.EvalEvent))
     assert result.val_loss < first_loss
@@ -336,7 +338,8 @@ def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
     assert (peft_config["r"], peft_config["lora_alpha"], peft_config["base_model_name_or_path"]) == (4, 8.0, str(base))
     assert json.loads((result.run / "run.json").read_text())["resolved"]["optimizer"] == "adamw"
 
-    tuned, merged = library.load(result.run), library.load(result.run / "merged")
+    library.export(result.run, "merged")
+    tuned, merged = library.load(result.run), library.load("merged")
     ids = torch.arange(32)[None]
     with torch.no_grad():
         assert torch.allclose(tuned.model(ids), merged.model(ids), atol=1e-5)
@@ -344,14 +347,15 @@ def test_run_saves_only_adapters(base: Path, second_text: Path) -> None:
 
 
 @pytest.mark.slow
-def test_merged_model_needs_no_base(gpt: Gpt, base: Path, second_text: Path) -> None:
-    assert gpt("train", second_text, "--init", base, *OPTIONS, "--merge-lora").code == 0
+def test_exported_model_needs_no_base(gpt: Gpt, base: Path, second_text: Path) -> None:
+    assert gpt("train", second_text, "--init", base, *OPTIONS).code == 0
+    assert gpt("export", "-m", "runs/other", "-o", "merged").code == 0
     from_run = gpt("sample", "the", "-m", "runs/other", "--greedy").out
     assert gpt("sample", "the", "-m", "runs/other:latest", "--greedy").code == 0
     assert json.loads(gpt("params", "runs/other", "--json").out)["config"]["n_embd"] == 32
     base.rename("elsewhere")
     one_line_of_what_and_what_next(gpt("sample", "the", "-m", "runs/other"), "base, which does not exist")
-    assert gpt("sample", "the", "-m", "runs/other/merged", "--greedy").out == from_run
+    assert gpt("sample", "the", "-m", "merged", "--greedy").out == from_run
 
 
 def test_changed_base_is_refused(gpt: Gpt, base: Path, second_text: Path) -> None:

@@ -20,7 +20,6 @@ from gpt.model.cache import KVCache, OneEach, Placement
 from gpt.model.decoder import GPT
 from gpt.model.loss import IGNORED, bits_per_byte, tied_cross_entropy, token_losses
 from gpt.model.params import breakdown, counts, named_parameters
-from gpt.model.positions import sine_table
 from gpt.system.errors import UserError
 
 SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
@@ -29,7 +28,6 @@ SMALL = GPTConfig(vocab_size=97, block_size=24, n_layer=3, n_head=4, n_embd=32)
 SCALED = RopeScaling(8.0, 1.0, 4.0, 16)
 KINDS = {
     "gpt2": GPTConfig(97, 150, 3, 4, 32),
-    "sinusoidal": GPTConfig(97, 150, 3, 4, 32, positions="sinusoidal"),
     "windowed gpt2": GPTConfig(97, 150, 3, 4, 32, window=5),
     "rotary gpt2": GPTConfig(97, 150, 3, 4, 32, positions="rotary", n_inner=40, tied=False),
     "modern": GPTConfig.of("modern", 97, 150, 3, 4, 32),
@@ -139,15 +137,6 @@ def test_layers_keep_their_windows_past_the_context() -> None:
         assert torch.allclose(actual, longer(idx), atol=1e-4)
 
 
-def test_sine_table_matches_the_paper() -> None:
-    table = sine_table(50, 16)
-    for p in (0, 1, 7, 49):
-        for i in range(8):
-            angle = p / 10_000 ** (2 * i / 16)
-            assert table[p, 2 * i] == pytest.approx(math.sin(angle), abs=1e-6)
-            assert table[p, 2 * i + 1] == pytest.approx(math.cos(angle), abs=1e-6)
-
-
 def test_initialization_matches_gpt2() -> None:
     torch.manual_seed(5)
     model = GPT(GPTConfig(512, 256, 8, 4, 256))
@@ -236,9 +225,7 @@ def test_parameter_table_matches_the_built_model(name: str) -> None:
         model = GPT(config)
     table = named_parameters(config)
     built_shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    assert list(built_shapes.items()) == [(name, p.shape) for name, p in table.items() if p.trained]
-    untrained_shapes = {name: p.shape for name, p in table.items() if not p.trained}
-    assert untrained_shapes == ({"wpe.weight": tuple(model.sine.shape)} if config.positions == "sinusoidal" else {})
+    assert list(built_shapes.items()) == [(name, p.shape) for name, p in table.items()]
     assert model.unembed(torch.empty(1, config.n_embd, device="meta")).shape == (1, config.vocab_size)
     linear = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)} - {"lm_head"}
     norms = {n for n, module in model.named_modules() if isinstance(module, torch.nn.LayerNorm | decoder.RMSNorm)}
@@ -282,7 +269,7 @@ def test_parameter_totals_match_the_papers() -> None:
         ({"block_size": 2.5}, "block_size is 2.5"),
         ({"dropout": 1.0}, "dropout is 1.0"),
         ({"positions": "rotery"}, 'there is no positions "rotery"'),
-        ({"n_head": 1, "n_embd": 33, "positions": "sinusoidal"}, "even n_embd"),
+        ({"n_head": 1, "n_embd": 33, "positions": "rotary"}, "even width of a head"),
     ],
 )
 def test_invalid_shapes_are_refused(change: dict[str, object], message: str) -> None:

@@ -39,7 +39,7 @@ def random_shapes(count: int) -> list[GPTConfig]:
         configs.append(
             GPTConfig(
                 rng.randint(5, 99), rng.randint(2, 40), n_layer, n_head, n_head * head,
-                positions="rotary" if has_rms_norm else rng.choice(["learned", "sinusoidal", "rotary"]),
+                positions="rotary" if has_rms_norm else rng.choice(["learned", "rotary"]),
                 norm="rmsnorm" if has_rms_norm else "layernorm",
                 mlp=rng.choice(["gelu", "swiglu"]),
                 n_inner=rng.choice([None, 7, 32]),

@@ -1,6 +1,5 @@
 """Quantization, and models that are quantized when they are loaded."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, slow
 from models import loud, save
 from torch import Tensor
 
@@ -23,7 +21,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "modern": MODERN | {"n_kv_head": 1},
     "untied": MODERN | {"qk_norm": False, "biases": "qkv", "tied": False},
-    "sinusoidal": {"positions": "sinusoidal"},
     "own": {"positions": "rotary"},
     "narrow": {"n_embd": 24},  # Rows of 24 do not divide into groups of 32.
 }
@@ -157,9 +154,3 @@ def test_c_refuses_numbers_without_a_scale(bits: int, number: float, match: str)
     weight[280, 40] = number
     with pytest.raises(UserError, match=match):
         native.PackedLinear(lib, weight, None, bits)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "int8", slow("int4")])
-def test_bench_reports_the_dtype(gpt: Gpt, folders: Callable[[str], Path], dtype: str) -> None:
-    command = ("bench", "-m", folders("gpt2"), "-n", "2", "--rounds", "1", "--prompt-tokens", "4", "--json")
-    assert json.loads(gpt(*command, "--dtype", dtype).out)["dtype"] == dtype

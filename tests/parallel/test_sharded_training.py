@@ -17,6 +17,7 @@ import gpt as library
 from gpt.insight.evaluate import Window
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
+from gpt.system.errors import WorkError
 from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training.checkpointing import Writer
 from gpt.training.strategy import Sharded
@@ -133,7 +134,7 @@ def test_every_rank_evaluates_equally_many_windows() -> None:
     assert sorted(counted_starts) == list(range(7))
 
 
-def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path) -> None:
     """A single notification tells other ranks that the checkpoint is written or abandoned."""
     notifications: list[int] = []
     saver = Writer(tmp_path, 1, 0, -1, lambda step: None, lambda text: None, lambda: notifications.append(1))
@@ -147,11 +148,8 @@ def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path, monkeypatc
     saver.begin(2, 2**62, files)
     saver.wait()
     assert len(notifications) == 2
-    monkeypatch.setattr("gpt.training.checkpointing.DISK_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr("gpt.training.checkpointing.DISK_RETRY_SECONDS", 0.05)
-    with pytest.raises(Exception, match="could not be saved"):
-        saver.last(3, 0, files, lambda: False)
-    assert len(notifications) == 3
+    with pytest.raises(WorkError, match="step 2 could not be saved and is lost"):
+        saver.finish()
 
 
 def test_signal_to_one_rank_stops_all_and_the_run_resumes(several_trained: Path, workdir: Path) -> None:

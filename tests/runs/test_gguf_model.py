@@ -316,13 +316,6 @@ def test_unsupported_tensor_type_is_named(
         checkpoint.load(path, torch.device("cpu"))
 
 
-@pytest.mark.parametrize(("license", "expected"), [("mit", "mit"), ("mit\n# Title", None)])
-def test_license_of_a_file_is_in_the_card_of_a_copy(license: str, expected: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    gguf.write(path, source_of(model_of("llama")), "f32", "A model", license)
-    assert [ancestor.license for ancestor in read_provenance(path, str(path)).ancestors] == [expected]
-
-
 def test_commands_take_a_file(run_folder: Path, gpt: Gpt, tmp_path: Path) -> None:
     file = str(tmp_path / "model.gguf")
     gpt("export", "-m", str(run_folder), "-o", file, "--dtype", "f32")

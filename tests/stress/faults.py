@@ -481,7 +481,7 @@ def _generate_hostile(good: Path, name: str, data: bytes, rng: random.Random) ->
 # With matching checksums, readers accept any value of these keys.
 UNCHECKED_KEYS = {
     "lr", "warmup", "decay", "weight_decay", "clip", "eval_every", "patience", "save_every", "keep",
-    "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile", "merge_lora",
+    "sample_every", "seed", "steps", "batch_tokens", "loss_chunk", "lora_alpha", "compile",
     "preset", "step_seconds", "seconds", "first_step", "metrics_bytes", "settled_step", "measured_step",
     "measured_loss", "best_loss", "evals_since_best", "rate_factor", "windows", "bad_steps", "has_learnt", "threads",
     "device", "dtype", "pace", "scaling", "step", "val_loss", "numpy_gauss", "numpy_has_gauss",

@@ -48,7 +48,7 @@ STATUSES = (0, 1, 2, 130, 143)
 EXAMPLE = "the cat sat on the mat, and the dog ran after the cat. " * 300
 CHANCE = 0.25  # Probability of a nonsense value
 WEIGHTS = {
-    "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "bench": 3, "inspect": 12,
+    "train": 20, "sample": 24, "eval": 8, "tokenize": 8, "params": 8, "report": 4, "inspect": 12,
     "tokenizer": 10, "data": 3, "export": 6, "serve": 2, "chat": 4,
 }  # fmt: skip
 TINY = [
@@ -152,7 +152,7 @@ def draw(rng: random.Random, commands: dict[tuple[str, ...], Any]) -> Case:
     arguments = [item for item in params if item not in options]
     if path == ("train",) and rng.random() < 0.9:
         case.words += TINY
-    if path[0] in ("sample", "chat", "export", "tokenizer", "inspect", "eval", "bench", "serve") and rng.random() < 0.9:
+    if path[0] in ("sample", "chat", "export", "tokenizer", "inspect", "eval", "serve") and rng.random() < 0.9:
         case.words += ["-m", "run"] if any(item.name == "model" for item in options) else []
     if path in (("sample",), ("chat",)):
         case.words += ["-n", "4"]
@@ -214,7 +214,7 @@ def draw_toml(rng: random.Random) -> str:
 def draw_stdin(rng: random.Random) -> bytes:
     return rng.choice(
         [
-            b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/model missing\n/more\n/quit\n", b"\xff\xfe\x00",
+            b"", b"the cat\n", b"/set temperature nan\n/retry\nthe\n/more\n/quit\n", b"\xff\xfe\x00",
             b'{"prompt": "the"}\n{"prompt": ""}\n', b'{"prompt": 1}\n', b"[" * 5000, b"1 2 3\n", b'"""\nthe\n',
             b"/set\n/set x\n/set beam 99\nx\n/set greedy on\ny\n\\\n", EXAMPLE.encode(), b"\x1b[2J\r\n",
         ]

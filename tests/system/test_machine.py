@@ -87,7 +87,7 @@ def test_memory_and_cores_respect_cgroup_limits(
 @pytest.fixture
 def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Simulates a user without HOME and without a name; returns the temporary folder."""
-    for name in ("XDG_CACHE_HOME", "XDG_STATE_HOME", "LOCALAPPDATA", "HF_HOME", "GPT_CACHE_DIR"):
+    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA", "HF_HOME", "GPT_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
 
     def unknown() -> Path:
@@ -101,7 +101,7 @@ def homeless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @posix
 def test_a_user_without_home_gets_a_private_folder(homeless: Path) -> None:
     place = homeless / f"gpt-{os.getuid()}"
-    for folder in (files.cache_dir(), files.user_folder("state"), files.in_home(".cache/huggingface")):
+    for folder in (files.cache_dir(), files.user_folder(), files.in_home(".cache/huggingface")):
         assert folder.is_relative_to(place)
     assert place.stat().st_mode & 0o777 == 0o700
 

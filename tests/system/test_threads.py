@@ -69,12 +69,6 @@ def test_torch_has_one_thread_next_to_steps_in_c() -> None:
 
 @pytest.mark.slow
 def test_commands_have_a_threads_option(gpt: Gpt, run_folder: Path, workdir: Path) -> None:
-    def device_of_bench(*more: str) -> str:
-        result = gpt("bench", "-m", run_folder, "--rounds", "1", "-n", "2", "--json", *more)
-        return str(json.loads(result.out)["device"])
-
-    assert device_of_bench("--threads", "3") == "cpu, 3 threads"
-    assert device_of_bench() == "cpu, 1 thread"  # This is the default for a tiny model.
     assert gpt("sample", "the", "-m", run_folder, "--threads", "2", "-n", "2").code == 0
     assert torch.get_num_threads() == (1 if native.find(print) else 2)
     Path("text.txt").write_text(make_text(300))

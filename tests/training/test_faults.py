@@ -221,14 +221,12 @@ def test_training_continues_on_a_full_disk(text: Path, monkeypatch: pytest.Monke
     assert result.checkpoint.name == "step-000012"
     assert [call.args[0] for call in attempts.call_args_list] == ["step-000004", "step-000008", "step-000012"]
     warnings = [event.text for event in run_events if isinstance(event, events.Note) and event.warning]
-    assert warnings == ["step 4 could not be saved: No space left on device; the run continues and will try again"]
+    assert warnings == ["step 4 could not be saved: No space left on device; the next save will try again"]
     assert [event.step for event in run_events if isinstance(event, events.StepEvent)] == list(range(1, 13))
 
 
 def test_disk_that_stays_full_exits_with_status_1(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     library.train(text, out="runs/one", **{**FAST, "steps": 4})
-    monkeypatch.setattr(checkpointing, "DISK_WAIT_SECONDS", 0.3)
-    monkeypatch.setattr(checkpointing, "DISK_RETRY_SECONDS", 0.05)
     write = checkpoint.write
     monkeypatch.setattr(checkpoint, "write", raise_disk_full)
     done = gpt("train", "--resume", "runs/one", "--steps", "8")
@@ -237,13 +235,6 @@ def test_disk_that_stays_full_exits_with_status_1(gpt: Gpt, text: Path, monkeypa
     assert "the newest checkpoint is step-000004" in done.err
     assert faults.torn(Path("runs/one")) == []
 
-    monkeypatch.setattr(
-        checkpoint, "write", lambda *args: (raise_disk_full if "training.json" in args[1] else write)(*args)
-    )
-    done = gpt("train", "--resume", "runs/one")
-    assert done.code == 1
-    assert "its weights are in runs/one/step-000008" in done.err
-    assert gpt("sample", "the", "-m", "runs/one:latest", "-n", "3").code == 0
     monkeypatch.setattr(checkpoint, "write", write)
     assert gpt("train", "--resume", "runs/one").code == 0
     assert folder.can_resume(Path("runs/one/step-000008"))
@@ -253,16 +244,6 @@ def test_bug_in_a_save_is_not_reported_as_a_disk_fault(text: Path, monkeypatch: 
     monkeypatch.setattr(checkpoint, "write", mock.Mock(side_effect=RuntimeError("boom")))
     with pytest.raises(RuntimeError, match="boom"):
         library.train(text, out="runs/x", **FAST)
-
-
-def test_signal_ends_the_wait_for_disk_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    attempts = mock.Mock(side_effect=raise_disk_full)
-    monkeypatch.setattr(checkpoint, "write", attempts)
-    monkeypatch.setattr(checkpointing, "DISK_RETRY_SECONDS", 0.01)
-    writer = checkpointing.Writer(tmp_path, 1, 0, -1, lambda step: None, lambda text: None)
-    with pytest.raises(WorkError, match="step 4 could not be saved and is lost"):
-        writer.last(4, 10, dict, lambda: attempts.call_count == 3)
-    assert attempts.call_count == 3
 
 
 def test_metrics_are_synced_before_the_checkpoint_that_records_their_length(

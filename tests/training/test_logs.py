@@ -263,7 +263,7 @@ def count_flops_per_token(config: GPTConfig, rank: int = 0) -> float:
 @pytest.mark.parametrize(
     "config",
     [
-        *[GPTConfig(96, 32, 3, 2, 64, positions=name) for name in ("learned", "sinusoidal", "rotary")],
+        *[GPTConfig(96, 32, 3, 2, 64, positions=name) for name in ("learned", "rotary")],
         GPTConfig.of("modern", 96, 32, 3, 2, 64),
         GPTConfig.of("modern", 96, 32, 3, 4, 64, n_kv_head=2, head_dim=32, tied=False),
     ],

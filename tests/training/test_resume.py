@@ -245,15 +245,12 @@ def test_changed_pairs_and_chats_are_refused(workdir: Path, kind: str) -> None:
 def test_resume_of_adapters_is_bit_exact(run_folder: Path, text: Path) -> None:
     base = Path(shutil.copytree(folder.find_checkpoint(str(run_folder)), "base"))
     settings: dict[str, Any] = {"init": base, "steps": 8, "dtype": "float32", "lora_rank": 4, "dropout": 0.1}
-    settings["merge_lora"] = True
     uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(3, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     result = library.resume("parts")
     assert_same(result.run, uninterrupted.run)
     assert curve(result.run) == curve(uninterrupted.run)
     assert json.loads(Path("parts/run.json").read_text())["init"]["sha256"] == folder.weight_checksums(base)
-    merged, expected = (run / "merged/model.safetensors" for run in (result.run, uninterrupted.run))
-    assert merged.read_bytes() == expected.read_bytes()
     make_killed_after(Path("parts"), 3)
     base.rename("elsewhere")
     with pytest.raises(UserError, match="base"):
