@@ -55,23 +55,19 @@ def evaluate_best(run: RunContext, strategy: Strategy, recipe: Recipe, state: Tr
     allows, and samples from it. Raises `Stopped` after a signal."""
     path = Path(run.world.broadcast_object(lambda: str(folder.find_checkpoint(str(run.path)))))
     data, stop, budget = run.data, run.session.stop, recipe.budget
-    compute = strategy.evaluation_compute
     loss = bits = None
     count, rewards = 0.0, dict[str, Any]()
-    strategy.load(path, recipe, merge=not recipe.beta)
+    compute = strategy.load(path, recipe)
     if data.held_out_tokens:
         size, max_windows = recipe.model.block_size, budget.last_windows if budget else 0
         windows = data.sample_windows(size, max_windows) if max_windows else data.windows(size)
         if max_windows and not recipe.beta:  # The two answers of a preference stay together.
             windows = interleave(data.sample_windows(size, max_windows))
-        precise = run.compute if recipe.beta else compute  # Rewards need log-probabilities of the same dtype.
-        loss, count, rewards = measure_held_out(strategy, data, recipe, windows, precise, stop)
+        loss, count, rewards = measure_held_out(strategy, data, recipe, windows, compute, stop)
         if recipe.scores:  # The deadline can pass before the second answer of the first preference.
             loss = loss if count else state.best_loss
         else:
             bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
-    if recipe.beta:
-        strategy.load(path, recipe)
     max_pairs = (budget and budget.answers) or MAX_CHECKED_PAIRS
     answers = [_check_answers(strategy, side, max_pairs, compute, stop) for side in data.pairs or (None, None)]
     sample = sample_lines(run, strategy, compute, recipe.seed)

@@ -98,32 +98,32 @@ class Strategy:
         compute it."""
         return self.world.broadcast_object(work)
 
-    @property
-    def evaluation_compute(self) -> Compute:
-        """The device and dtype of the last evaluation: the default of `gpt eval`, so that `gpt eval` reproduces the
-        loss. Over a quantized base model, that of the training steps."""
-        if self.compute.dtype == torch.float32 or self._has_quantized_base():
-            return self.compute
-        return device.pick(str(self.compute.device), "auto")
+    def default_compute(self) -> Compute:
+        """The device and dtype that `gpt eval` uses by default."""
+        return device.pick(str(self.compute.device)) if self.compute.dtype != torch.float32 else self.compute
 
-    def load(self, path: Path, recipe: Recipe, merge: bool = True) -> None:
-        """Loads a checkpoint's weights into the model for the last evaluation. Merges adapters into the base model, as
-        `gpt eval` does, unless that is quantized or ``merge`` is off."""
-        if recipe.lora_rank and (self._has_quantized_base() or not merge):
+    def load(self, path: Path, recipe: Recipe) -> Compute:
+        """Loads a checkpoint's weights into the model for the last evaluation. Returns its device and dtype.
+
+        They are the defaults of `gpt eval`, so that it reproduces the loss, and adapters are merged into the base
+        model. Adapters over a quantized base and preferences, whose reference has the training dtype, are evaluated as
+        they are trained.
+        """
+        maps = [module for module in self.model.modules() if isinstance(module, lora.LowRank)]
+        as_trained = recipe.beta > 0 or any(not isinstance(each.weight, Tensor) for each in maps)
+        compute = self.compute if as_trained else self.default_compute()
+        if recipe.lora_rank and as_trained:
             _load_adapters(path, recipe, self.optimizer.parameters)
         elif recipe.lora_rank:
-            self._load_merged(path, recipe)
+            self._load_merged(path, recipe, compute.dtype)
         else:
             weights: dict[str, Tensor] = {}
             checkpoint.load_parts(path, recipe.model, weights.__setitem__)
             self.restore({WEIGHT + name: self.part(WEIGHT + name, tensor) for name, tensor in weights.items()})
-
-    def _has_quantized_base(self) -> bool:
-        maps = [each for each in self.model.modules() if isinstance(each, lora.LowRank)]
-        return bool(maps) and not isinstance(maps[0].weight, Tensor)
+        return compute
 
     @torch.no_grad()
-    def _load_merged(self, path: Path, recipe: Recipe) -> None:
+    def _load_merged(self, path: Path, recipe: Recipe, dtype: torch.dtype) -> None:
         """Reads the base model again, one parameter at a time, because its dtype in training can be too narrow."""
         self.model.build_position_tables(self.compute.device)
         adapters, roles = adapter.tensors(path, recipe.model, recipe.lora_rank)
@@ -133,7 +133,7 @@ class Strategy:
 
         def put(name: str, value: Tensor) -> None:
             p = self.model.get_parameter(name)
-            p.data = value.to(p.device, self.evaluation_compute.dtype, copy=True)
+            p.data = value.to(p.device, dtype, copy=True)
 
         checkpoint.load_parts(adapter.read(path).find_base(path), recipe.model, put)
         lora.merge(self.model, adapters, recipe.lora_alpha / recipe.lora_rank, roles)
@@ -227,10 +227,9 @@ class Sharded(Strategy):
         enabled = self.compute.dtype == torch.float16
         return ShardedGradScaler(self.compute.device.type, enabled=enabled, process_group=self.world.gradients)
 
-    @property
-    def evaluation_compute(self) -> Compute:
+    def default_compute(self) -> Compute:
         """As for one process, but on a GPU, blocks are gathered in the dtype of the training steps."""
-        return self.compute if self.compute.device.type == "cuda" else super().evaluation_compute
+        return self.compute if self.compute.device.type == "cuda" else super().default_compute()
 
     def no_sync(self) -> contextlib.AbstractContextManager[object]:
         return self.sharded.no_sync()
