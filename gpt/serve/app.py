@@ -59,7 +59,7 @@ class Server:
         self.aborted = False
         self._inspecting = asyncio.Lock()
         engines = [service.worker.engine for service in services]
-        metrics.waiting.set_function(lambda: sum(not answer.started for answer in self.pending))
+        metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
         metrics.running.set_function(lambda: sum(engine.running for engine in engines))
         metrics.cached.set_function(lambda: sum(slot.length for engine in engines for slot in engine.context.slots))
         routes = [
@@ -311,7 +311,8 @@ class Server:
                 constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
                 raise ApiError(400, error.message, generation.constrained_by) from None
-        answer = await self._in_thread(request, lambda: Answer(service, prompts, generation, constraint))
+        client = request.client.host if request.client else ""
+        answer = await self._in_thread(request, lambda: Answer(service, prompts, generation, constraint, client))
         if self.aborted:
             raise _stopping_error()
         pending_texts = sum(len(pending.choices) for pending in (*self.pending, answer))

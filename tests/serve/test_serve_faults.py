@@ -172,7 +172,7 @@ def test_slow_templates_and_large_texts_block_no_other_request(
         release.wait(20)
         return "the cat"
 
-    monkeypatch.setattr(app.chat, "render", render)
+    monkeypatch.setattr(app.tool_calls.chat, "render", render)
     templated = replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": b"x"}))
     with served(templated, queue=20) as api, contextlib.ExitStack() as connections:
         for content in ("hello", "hello" * 20_000):
