@@ -1,5 +1,6 @@
 """Tool calls and reasoning in `gpt serve` and `gpt chat`."""
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import vocabularies
-from conftest import Gpt
+from conftest import Gpt, more
 from models import loud, save
 from serving import Served, load, request, served
 
@@ -453,6 +454,66 @@ def test_reasoning_is_separate(model: LanguageModel, script: list[str], template
                 prompts.append(answer["usage"]["prompt_tokens"])
                 assert answer["choices"][0]["message"] == {"role": "assistant", "content": "no", "refusal": None}
         assert len({*prompts}) == 1
+
+
+KINDS: list[dict[str, Any]] = [
+    {}, {"temperature": 0}, {"stop": "a"}, {"n": 3}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "n": 2}, {"json_schema": ADD}, {"choices": ["yes", "no"]}, {"reasoning_effort": "none"},
+    {"regex": "[a-z]{2,9}", "reasoning_effort": "none"}, {"logit_bias": {"60": 9}}, {"top_k": 5, "min_tokens": 9},
+]  # fmt: skip
+
+
+def collect(choices: list[Any]) -> list[list[str]]:
+    """Returns reasoning, text, calls and finish reason of each choice, from messages or the deltas of a stream."""
+    parts: dict[int, list[str]] = {}
+    for choice in choices:
+        part, whole = choice.get("message") or choice["delta"], parts.setdefault(choice["index"], [""] * 4)
+        calls = [call["function"] for call in part.get("tool_calls", ())]
+        texts = "".join(call.get("name", "") + call["arguments"] for call in calls)
+        for at, text in enumerate((part.get("reasoning_content"), part.get("content"), texts, choice["finish_reason"])):
+            whole[at] += text or ""
+    return [whole for _, whole in sorted(parts.items())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [200, more(1000)])
+def test_mixed_requests_equal_each_alone(model: LanguageModel, tmp_path: Path, count: int) -> None:
+    """Chats of all kinds with two models, streamed or not, while every tenth client disconnects."""
+    rng = random.Random(0)
+    other = load(save(tmp_path / "other", loud(GPTConfig.of("modern", 258, 2048, 2, 2, 16)), bytes_tokenizer()))
+    other = replace(other, tokenizer=with_template(model.tokenizer, QWEN3))
+
+    def make_body(seed: int) -> dict[str, Any]:
+        message = {
+            "role": "user",
+            "content": " ".join(rng.choices(["1 + 2?", "the cat", "é", "what"], k=rng.randint(1, 60))),
+        }
+        return {"messages": [message], "model": rng.choice(["tiny", "other"]), "seed": seed, "stream": rng.random() < 0.5,
+                "max_tokens": rng.randint(1, 60), **rng.choice(KINDS)}  # fmt: skip
+
+    def answer(body: dict[str, Any]) -> list[list[str]]:
+        if body["stream"]:
+            return collect([choice for chunk in server.stream(CHAT, **body) for choice in chunk["choices"]])
+        return collect(server.ask(CHAT, **body)["choices"])
+
+    def run(body: dict[str, Any]) -> list[list[str]] | None:
+        if body["seed"] % 10:
+            return answer(body)
+        with server.connect() as connection:
+            connection.sendall(request({**body, "max_tokens": 2000}, CHAT))
+            connection.settimeout(rng.random() / 10)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(1)
+        return None
+
+    bodies = [make_body(seed) for seed in range(count)]
+    with served(model, 4, 256, other=other, queue=100) as server, ThreadPoolExecutor(24) as pool:
+        answers = [*pool.map(run, bodies)]
+        for service in server.server.services.values():
+            server.service = service
+            server.idle()
+        assert [body for body, text in zip(bodies, answers, strict=True) if text and text != answer(body)] == []
+    assert sum(text is not None for text in answers) == count * 9 // 10
 
 
 def test_chat_shows_calls_and_asks_for_their_results(
