@@ -21,7 +21,7 @@ terminal, `gpt COMMAND --help` lists the options that most people use, here unde
 others too.
 
 - Each option is also an environment variable, which the command line overrides: `--max-tokens` of `gpt sample` is
-  `GPT_SAMPLE_MAX_TOKENS`.
+  `GPT_SAMPLE_MAX_TOKENS`. That of a repeatable option has its values separated by spaces, so none can contain a space.
 - The settings of `gpt train` are also keys of `--config FILE.toml`, which variables override: `--n-layer` is `n_layer`.
   `gpt train --print-config` prints all of them.
 - Results go to stdout; progress, notes and errors to stderr. With `--json`, stdout has only JSON, one object per line.

@@ -101,21 +101,31 @@ def request(body: Any, route: str = "/v1/completions", *headers: str) -> bytes:
 
 @contextmanager
 def served(
-    model: LanguageModel, rows: int = 4, chunk: int = 16, sampling: Mapping[str, Any] | None = None, **settings: Any
+    model: LanguageModel,
+    rows: int = 4,
+    chunk: int = 16,
+    sampling: Mapping[str, Any] | None = None,
+    other: LanguageModel | None = None,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """Serves a model, with the given ``sampling`` defaults, until the end of the block."""
+    """Serves a model, with the given ``sampling`` defaults, and possibly an ``other``, until the end of the block."""
     config, metrics, notes = ServeConfig(port=0, **settings), ServerMetrics(), list[str]()
-    context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
-    worker = Worker(context, model.tokenizer.ends, metrics)
-    worker.engine.scheduler.chunk = chunk  # Small, so that prompts take several steps.
-    size = min(config.context or context.size, context.size)
-    training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
-    service = Service("tiny", model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)
-    server, sock, ready = Server([service], notes.append), servers.listen(config), threading.Event()
+
+    def make_service(name: str, model: LanguageModel) -> Service:
+        context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
+        worker = Worker(context, model.tokenizer.ends, metrics)
+        worker.engine.scheduler.chunk = chunk  # Small, so that prompts take several steps.
+        size = min(config.context or context.size, context.size)
+        training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
+        return Service(name, model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)
+
+    services = [make_service("tiny", model), *([make_service("other", other)] if other else [])]
+    server, sock, ready = Server(services, notes.append), servers.listen(config), threading.Event()
     http = servers.http_server(server, ready.set)
 
     async def run() -> None:
-        worker.start(asyncio.get_running_loop())
+        for service in services:
+            service.worker.start(asyncio.get_running_loop())
         await http.serve(sockets=[sock])
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
@@ -132,5 +142,6 @@ def served(
         test_server.client.close()
         stop()
         thread.join(30)
-        worker.stop()
+        for service in services:
+            service.worker.stop()
         sock.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -19,6 +20,8 @@ from ..show import progress, render, terminal
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
+    from gpt.chat.tool_calls import Rendered, Tools
+    from gpt.decoding.constraint import Constraint
 
 PLAIN_HELP = """\
 TEXT             continues the text; end a line with \\ to continue on the next, or put \"\"\" before and after
@@ -26,7 +29,7 @@ TEXT             continues the text; end a line with \\ to continue on the next,
 /more            continues the text where it ended
 """
 CHAT_HELP = """\
-TEXT             sends a message; end a line with \\ to continue on the next, or put \"\"\" before and after
+TEXT             sends a message or a call's result; end a line with \\ to continue it, or put \"\"\" before and after
 /retry           generates another answer
 /more            continues the answer where it ended
 /system TEXT     sets the system message; without TEXT, removes it
@@ -37,7 +40,7 @@ HELP = """\
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
 UNUSED = ("batch", "logprobs", "echo_logprobs")  # Settings without effect on a conversation.
-ENDING = 16  # Ids at the end of a prompt that tell whether the answer starts with reasoning.
+TOOLS_FORM = '[{"type": "function", "function": {"name": "now", "parameters": {…}}}]'
 THINKING = "(thinking …)\n\n"
 
 
@@ -53,11 +56,12 @@ class Interaction:
         seed: int | None,
         system: str = "",
         variables: Mapping[str, Any] | None = None,
+        tools: "Tools | None" = None,
     ) -> None:
-        self.system, self.variables = system, variables or {}
+        self.system, self.variables, self.tools = system, variables or {}, tools
         self._use(loaded, chosen, given, render.note)
         self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
-        self.messages: list[dict[str, str]] = []  # The conversation without the system message.
+        self.messages: list[dict[str, Any]] = []  # The conversation without the system message.
         self.finish_reason = ""  # Of the last answer; "" if it was interrupted.
         self.index = 0  # Index of the current sample for this prompt.
         self.commands: dict[str, Callable[[str], object]] = {
@@ -71,6 +75,17 @@ class Interaction:
     def is_chat(self) -> bool:
         """Whether the model has a chat template."""
         return self.loaded.tokenizer.chat_template is not None
+
+    @property
+    def last_answer(self) -> int:
+        """Index of the last answer in the conversation, or -1."""
+        return max((at for at, message in enumerate(self.messages) if message["role"] == "assistant"), default=-1)
+
+    @property
+    def pending_calls(self) -> list[dict[str, Any]]:
+        """Calls of the last answer that have no result yet."""
+        calls = self.messages[self.last_answer].get("tool_calls", []) if self.messages else []
+        return calls[len(self.messages) - self.last_answer - 1 :]
 
     def run(self) -> None:
         """Reads and handles lines until stdin ends. Raises `UserError` if there is no stdin."""
@@ -89,15 +104,25 @@ class Interaction:
             except UserError as error:
                 render.error(error.message, error.hint)
             except KeyboardInterrupt:
-                continue  # Ctrl-C only stops the current text.
+                pass  # Ctrl-C only stops the current text.
+            for call in self.pending_calls[:1]:
+                render.note(f"enter the result of {call['function']['name']}")
 
     def handle(self, words: str) -> None:
         """Runs a command, continues a prompt or answers a message. Raises `UserError`."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             content = words.removeprefix("/") if words.startswith("//") else words
-            self.index = 0
-            self._answer([*(self.messages if self.is_chat else []), {"role": "user", "content": content}])
+            message = {"role": "user", "content": content}
+            if calls := self.pending_calls:
+                name = calls[0]["function"]["name"]
+                message = {"role": "tool", "tool_call_id": calls[0]["id"], "name": name, "content": content}
+            messages = [*(self.messages if self.is_chat else []), message]
+            if len(calls) > 1:
+                self.messages = messages
+            else:
+                self.index = 0
+                self._answer(messages)
             return
         name, _, rest = words.partition(" ")
         if name not in self.commands:
@@ -113,14 +138,21 @@ class Interaction:
     ) -> None:
         """Sets the model and its settings. Raises `UserError` for settings that the model cannot use."""
         settings = loaded.sampling.apply(chosen, given, note)
+        if (self.system or self.variables or self.tools) and loaded.tokenizer.chat_template is None:
+            message = f"{loaded.path} has no chat template: --system, --no-think and --tools need one"
+            raise UserError(message, "gpt sample -i continues texts")
         loaded.write("", settings)  # Nothing is generated, but a schema is compiled, for instance.
+        if self.tools:
+            if conflict := "ignore-eot" if settings.ignore_eot else settings.constraint and settings.constraint[0]:
+                raise UserError(f"{conflict.replace('_', '-')} and --tools cannot be combined", "leave one of them out")
+            loaded.call_constraints.find(settings, loaded.call_format.grammar(self.tools, ""))
         self.loaded, self.chosen, self.given, self.settings = loaded, chosen, {*given}, settings
 
     def _retry(self, _: str) -> None:
         if not self.messages:
             raise UserError("there is no prompt yet", "enter one")
         self.index += 1
-        self._answer(self.messages[:-1])
+        self._answer(self.messages[: self.last_answer])
 
     def _continue_answer(self, _: str) -> None:
         if not self.messages:
@@ -129,29 +161,35 @@ class Interaction:
             raise UserError("the text is complete", "/retry generates another one")
         self._answer(self.messages[:-1], self.messages[-1]["content"])
 
-    def _answer(self, messages: list[dict[str, str]], start: str | None = None) -> None:
+    def _answer(self, messages: list[dict[str, Any]], start: str | None = None) -> None:
         """Answers the last message or, if an answer's ``start`` is given, extends it. Does not show reasoning. After an
         error, or if Ctrl-C comes before any text, the conversation is as before."""
-        from gpt.chat.tool_calls import AnswerParser, Parts, find_thinking
+        from gpt.chat.chat import read_call, reasoning
+        from gpt.chat.tool_calls import AnswerParser, Parts
 
         before, settings, size = (self.messages, self.finish_reason), self.settings, self.loaded.model.config.block_size
         text, tokenizer, parser, parts = start or "", self.loaded.tokenizer, AnswerParser("", None), Parts()
         prompt: str | list[int] = messages[-1]["content"] + text
+        constraint = None
         if self.is_chat:
             started = tokenizer.encode(text, continues=True).tolist()
-            prompt, messages = self._chat_prompt(messages, started)
-            opening = tokenizer.decode(prompt[: len(prompt) - len(started)][-ENDING:])
-            parser = AnswerParser(find_thinking(tokenizer, opening), None)
+            prompt, messages, rendered = self._chat_prompt(messages, started)
+            parser = AnswerParser(rendered.thinking, rendered.call_format)
             parser.push(text, False, parts)
             settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
+            constraint = self._find_constraint(rendered, started)
         elif start is None:
             terminal.write(messages[-1]["content"])
-        writing = self.loaded.write(prompt, settings, self.seed, self.index)
+        writing = self.loaded.write(prompt, settings, self.seed, self.index, constraint)
         try:
             for piece in writing:
-                has_thought, parts.text = bool(parts.reasoning), ""
+                has_thought, length, count = bool(parts.reasoning), len(parts.text), len(parts.calls)
                 parser.push(piece, False, parts)
-                terminal.write(THINKING * (bool(parts.reasoning) - has_thought) + parts.text)
+                terminal.write(THINKING * (bool(parts.reasoning) - has_thought) + parts.text[length:])
+                for delta in parts.calls[count:]:
+                    if name := delta["function"].get("name"):  # Each call has a line of its own.
+                        terminal.write("\n" * bool(parts.text or delta["index"]) + f"{name} ")
+                    terminal.write(delta["function"]["arguments"])
                 text += piece
                 if piece:
                     self.messages, self.finish_reason = [*messages, {"role": "assistant", "content": text}], ""
@@ -161,8 +199,12 @@ class Interaction:
         finally:
             parser.push("", True, last := Parts())
             terminal.write(last.text + "\n")
-        self.messages = [*messages, {"role": "assistant", "content": text}]
         self.finish_reason = writing.sample.finish_reason
+        answer: dict[str, Any] = {"role": "assistant", "content": text}
+        if parser.is_complete and self.finish_reason != "length":
+            answer |= {"content": parts.text, "tool_calls": [read_call(call) for call in parser.calls]}
+            answer |= reasoning({"reasoning_content": parts.reasoning or None})
+        self.messages = [*messages, answer]
         overflows = [(writing.sample.dropped, writing.sample.slid)]
         render.context_notes(overflows, size, "max_tokens" in self.given)
         if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
@@ -170,20 +212,34 @@ class Interaction:
         elif self.finish_reason == "length":
             render.note(f"stopped at {counted(settings.max_tokens, 'token')}: /more continues")
 
+    def _find_constraint(self, rendered: "Rendered", start: list[int]) -> "Constraint | None":
+        """Returns the constraint of an answer that can call tools, after its ``start``."""
+        if not rendered.grammar:
+            return None
+        constraint = self.loaded.call_constraints.find(self.settings, rendered.grammar, rendered.thinking)
+        for id in start:
+            constraint = constraint and constraint.with_token(id)
+        return constraint
+
     @property
     def _max_tokens(self) -> int:
         """The limit of a text. By default, an answer can use the rest of the context."""
         return self.settings.max_tokens if "max_tokens" in self.given or not self.is_chat else sys.maxsize
 
-    def _chat_prompt(self, messages: list[dict[str, str]], start: list[int]) -> tuple[list[int], list[dict[str, str]]]:
-        """Returns the conversation's ids, followed by the ``start`` of the answer, and its messages. Drops the oldest
-        turns to make room for ``max_tokens`` or a quarter of the context, whichever is less."""
-        from gpt.chat import chat
+    def _chat_prompt(
+        self, messages: list[dict[str, Any]], start: list[int]
+    ) -> tuple[list[int], list[dict[str, Any]], "Rendered"]:
+        """Returns the conversation's ids, followed by the ``start`` of the answer, its messages and its text. Drops the
+        oldest turns to make room for ``max_tokens`` or a quarter of the context, whichever is less."""
+        from gpt.chat import tool_calls
 
+        find_format, tokenizer = lambda: self.loaded.call_format, self.loaded.tokenizer
         size, total = self.loaded.model.config.block_size, len(messages)
         system = [{"role": "system", "content": self.system}] if self.system else []
         while True:
-            ids = chat.prompt(self.loaded.tokenizer, [*system, *messages], self.variables) + start
+            whole = [*system, *messages]
+            rendered = tool_calls.render(tokenizer, whole, self.tools, find_format, variables=self.variables)
+            ids = tokenizer.encode(rendered.text, specials=True).tolist() + start
             later_turns = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
             if len(ids) + min(self._max_tokens, size // 4) <= size or not later_turns:
                 break
@@ -193,7 +249,7 @@ class Interaction:
             raise UserError(message, "send a shorter message, or /clear starts a new conversation")
         if dropped := total - len(messages):
             render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
-        return ids, messages
+        return ids, messages, rendered
 
     def _set_system(self, text: str) -> None:
         self._require_chat("/system")
@@ -247,18 +303,32 @@ def converse(
     threads: int | None,
     system: str = "",
     variables: Mapping[str, Any] | None = None,
+    tools: "Tools | None" = None,
 ) -> None:
-    """Loads a model and runs an `Interaction` with it. A conversation starts with the ``system`` message, and its
-    template can read ``variables``."""
+    """Loads a model and runs an `Interaction` with it. A conversation starts with the ``system`` message, its template
+    can read ``variables``, and answers can call ``tools``."""
     with progress.startup_spinner(quiet=False):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
-    interaction = Interaction(loaded, settings, given, seed, system, variables)
-    if (system or variables) and not interaction.is_chat:
-        raise UserError(
-            "the model has no chat template: --system and --no-think need one", "gpt sample -i continues texts"
-        )
-    interaction.run()
+    Interaction(loaded, settings, given, seed, system, variables, tools).run()
+
+
+def read_tools(file: Path) -> "Tools":
+    """Reads the functions that answers can call. Raises `UserError` if the file is not a list like OpenAI's tools."""
+    from gpt.chat.tool_calls import Tools, read_names
+
+    text, name = inputs.read_text(None, file, "list of tools", "--tools"), inputs.display_name(file)
+    try:
+        tools = json.loads(text)
+        check_text(name, json.dumps(tools, ensure_ascii=False))
+        names = read_names(tools if isinstance(tools, list) else [tools])
+    except UserError as error:
+        raise UserError(f"{name} {error.message}", f"the form is {TOOLS_FORM}") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name} is not JSON: {error!s:.200}", f"the form is {TOOLS_FORM}") from None
+    if not names:
+        raise UserError(f"{name} has no functions", f"the form is {TOOLS_FORM}")
+    return Tools(tools, names)
 
 
 def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:

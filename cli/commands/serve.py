@@ -1,5 +1,6 @@
 """``gpt serve``."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -35,6 +36,10 @@ def serve(
         render.note("other users of this machine can see --api-key; set GPT_SERVE_API_KEY instead")
     if settings.allow_host and settings.host not in LOOPBACK:
         render.note(f"--allow-host has no effect with --host {settings.host}, which accepts any host name")
+    paths: list[str | None] = [*model] if model else [None]
+    names = [settings.name or (given and _client_name(given)) for given in paths]
+    if duplicate := next((name for name, count in Counter(names).items() if count > 1), None):
+        raise UserError(f"two models are called {duplicate}", "leave out --name, or give paths that end differently")
     with progress.startup_spinner(quiet=False):
         from gpt import api
 
@@ -44,15 +49,16 @@ def serve(
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
     served = list[ServedModel]()
-    paths: list[str | None] = [*model] if model else [None]
-    for given in paths:
+    for given, name in zip(paths, names, strict=True):
         loaded = api.load(given, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
         path = Path(loaded.path)
-        name = settings.name or given or (path.parent if (path.parent / "run.json").exists() else path).as_posix()
-        if settings.name is None and Path(name).is_absolute():
-            name = Path(name).name  # Clients without a key can read the name, so it must not be a path.
-        if name in [each.name for each in served]:
-            raise UserError(f"two models are called {name}", "leave out --name, or give paths that end differently")
+        home = path.parent if (path.parent / "run.json").exists() else path
+        name = name or _client_name(home.as_posix())
         served.append(ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, path))
-    names = ", ".join(each.name for each in served)
-    run(served, settings, lambda address: render.note(f"serving {names} at {address}"), render.note)
+    shown = ", ".join(each.name for each in served)
+    run(served, settings, lambda address: render.note(f"serving {shown} at {address}"), render.note)
+
+
+def _client_name(path: str) -> str:
+    """Returns the name of a model for clients. They can read it without a key, so it must not be an absolute path."""
+    return Path(path).name if Path(path).is_absolute() else path

@@ -94,12 +94,6 @@ def _cut_at_tag(text: str, content: str) -> str:
     return text[:position] if text.startswith(_CONTINUE_TAG, position) else text[:position].rstrip()
 
 
-def prompt(tokenizer: Tokenizer, messages: Sequence[Message], variables: Variables = NO_VARIABLES) -> list[int]:
-    """Returns the ids of a rendered conversation, like Transformers' ``apply_chat_template``."""
-    ids: list[int] = tokenizer.encode(render(tokenizer, messages, variables=variables), specials=True).tolist()
-    return ids
-
-
 def answers(
     tokenizer: Tokenizer,
     messages: Sequence[Message],

@@ -4,19 +4,21 @@ parser that separates them from the text."""
 import contextlib
 import json
 import re
+import reprlib
 import secrets
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpt.chat import chat
-from gpt.chat.chat import Message
+from gpt.chat.chat import Message, Variables
 from gpt.decoding.constraint import END_THINK, THINK, Thinking
 from gpt.decoding.stream import find_overlap
 from gpt.system.errors import UserError
 from gpt.tokenizers.tokenizer import Tokenizer
 
+_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _HEADER = '{"name": "'
 _UNMARKED = r'\s{0,8}(```(json)?\s{0,8})?\{\s{0,8}"name":\s{0,8}"'  # Small models often leave out the marks of a call.
 _MAX_UNMARKED = 50  # Maximum characters of this pattern.
@@ -39,6 +41,23 @@ class Tools:
     names: Sequence[str]  # The functions that may be called now.
     required: bool = False  # Whether the answer must be a call.
     parallel: bool = True  # Whether it can have several calls.
+
+
+def read_names(tools: Sequence[Any]) -> list[str]:
+    """Returns the names of the functions in OpenAI's ``tools``. Raises `UserError` for anything else."""
+    names: list[str] = []
+    for tool in tools:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        name = function.get("name") if isinstance(function, dict) else None
+        if not isinstance(function, dict) or not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise UserError(f"has {reprlib.repr(tool)}; it must be a function named with a-z, 0-9 and _-.:/")
+        parameters = function.get("parameters") or {}
+        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
+            raise UserError(f"has {name}, whose parameters are not the schema of an object")
+        if name in names:
+            raise UserError(f"has {name} twice")
+        names.append(name)
+    return names
 
 
 @dataclass(frozen=True)
@@ -152,6 +171,43 @@ def find_thinking(tokenizer: Tokenizer, prompt: str) -> Thinking:
     if END_THINK not in (tokenizer.chat_template or "") or prompt.endswith(END_THINK):
         return ""
     return "open" if prompt.endswith(THINK) else "optional"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as text, and what its answer can contain."""
+
+    text: str
+    thinking: Thinking
+    call_format: CallFormat | None = None  # If an answer can call tools.
+    grammar: str = ""
+
+
+def render(
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Tools | None,
+    find_format: Callable[[], CallFormat],
+    *,
+    thinks: bool = True,
+    open_end: bool = False,
+    variables: Variables = chat.NO_VARIABLES,
+    **options: Any,
+) -> Rendered:
+    """Renders a conversation whose answer can call ``tools``, and reason first if it ``thinks``. Calls
+    ``find_format`` only if there are tools or calls. The other arguments are those of `chat.render`."""
+    has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+    call_format = find_format() if tools or has_calls else None
+    is_plain = call_format is not None and not call_format.in_template
+    variables = {**variables, "tools": tools.specs if tools and not is_plain else None}
+    shown = as_plain_text(messages, tools) if is_plain else messages
+    text = chat.render(tokenizer, shown, open_end=open_end, variables=variables, **options)
+    thinking: Thinking = "" if open_end else find_thinking(tokenizer, text)
+    if thinking == "open" and not thinks:  # The template cannot turn reasoning off.
+        text, thinking = f"{text}\n{END_THINK}\n\n", ""
+    if not tools or call_format is None:
+        return Rendered(text, thinking)
+    return Rendered(text, thinking, call_format, call_format.grammar(tools, thinking))
 
 
 @dataclass

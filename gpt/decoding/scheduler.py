@@ -1,11 +1,14 @@
 """Decides which requests run, in which slots, and how many ids each gets per step."""
 
+import time
 from collections import Counter, deque
-from itertools import chain, islice
+from collections.abc import Iterator
+from itertools import accumulate, chain, islice
+from operator import eq
 
 from gpt.decoding.context import Context, Slot
 from gpt.decoding.logits import Token
-from gpt.decoding.sequence import RequestState
+from gpt.decoding.sequence import Group, RequestState
 
 MIN_SHARED_PREFIX = 16  # Minimum length of a prefix cache hit, in ids.
 
@@ -15,7 +18,8 @@ class Scheduler:
 
     Slots go round groups of requests: the waiting group with the fewest slots gets the next one. If another group has
     at least two more, one of its requests is paused, and prefilled again later. Groups with equally many slots take
-    turns. Within a group, the order is first come, first served.
+    turns. The slots of a group go round its subgroups in the same way, and within the innermost group, the order is
+    first come, first served.
 
     Each step computes the next token of every decoding request, and up to ``chunk`` prompt ids. Half of the ``chunk``
     ids go to the prompts with the fewest ids left, so that short prompts never wait for long prompts. The rest go to
@@ -25,7 +29,7 @@ class Scheduler:
 
     def __init__(self, context: Context, chunk: int) -> None:
         self.context, self.chunk = context, chunk
-        self.waiting: dict[object, deque[RequestState]] = {}  # Requests by group, without empty groups.
+        self.waiting: dict[Group, deque[RequestState]] = {}  # Requests by group, without empty groups.
         self.running: list[RequestState] = []  # Finished requests stay until the next step.
         self.free: list[Slot] = [*context.slots]  # Least recently used first.
 
@@ -68,17 +72,29 @@ class Scheduler:
         self.free += slots
         return slots
 
-    def _count_slots(self) -> Counter[object]:
-        """Returns the number of slots of each group."""
-        return Counter(state.request.group for state in self.running for _ in state.slots)
+    def _count_slots(self) -> Counter[Group]:
+        """Returns the number of slots of each group and of the groups that it is part of."""
+        return Counter(
+            group for state in self.running for _ in state.slots for group in _find_groups(state.request.group)
+        )
 
     def find_victim(self) -> RequestState | None:
         """Returns the request to pause for a waiting group, or None if no running group has two slots more."""
-        counts = self._count_slots()
-        fewest = min((counts[group] for group in self.waiting), default=len(self.context.slots))
-        victims = [state for state in self.running if counts[state.request.group] > fewest + 1 and not state.search]
+        counts, fewest = self._count_slots(), dict[Group, int]()  # The fewest slots of a waiting group, by its parent.
+        for group in chain.from_iterable(map(_find_groups, self.waiting)):
+            fewest[group[:-1]] = min(counts[group], fewest.get(group[:-1], counts[group]))
+        victims = [
+            state
+            for state in self.running
+            if not state.search
+            and any(
+                counts[group] > fewest.get(group[:-1], counts[group]) + 1 for group in _find_groups(state.request.group)
+            )
+        ]
         # The request with the fewest computed positions loses the least.
-        sort_key = lambda state: (-counts[state.request.group], state.live_slots[0].length)
+        sort_key = lambda state: (
+            *(-counts[group] for group in _find_groups(state.request.group)), state.live_slots[0].length
+        )  # fmt: skip
         return min(victims, key=sort_key, default=None)
 
     def _pause(self, state: RequestState) -> None:
@@ -128,21 +144,22 @@ class Scheduler:
     def _admit(self) -> None:
         """Starts waiting requests. A request that waits for a shared prefix reserves its slots."""
         counts, free_slots = self._count_slots(), len(self.free)
-        candidates = [
-            (counts[group] + place, state)
-            for group, queue in self.waiting.items()
-            for place, state in enumerate(islice(queue, free_slots))
-        ]
-        for _, state in sorted(candidates, key=lambda candidate: candidate[0]):
+        candidates = {group: deque(islice(queue, free_slots)) for group, queue in self.waiting.items() if free_slots}
+        while candidates:
+            started = min(candidates, key=lambda group: [counts[each] for each in _find_groups(group)])
+            state = candidates[started].popleft()
+            if not candidates[started]:
+                del candidates[started]
             free_slots -= state.request.width
             if free_slots < 0:
                 break
+            counts.update([*_find_groups(started)] * state.request.width)
             if self._start(state):
                 self.running.append(state)
-                queue = self.waiting.pop(state.request.group)
-                queue.remove(state)
-                if queue:
-                    self.waiting[state.request.group] = queue  # Equal groups take turns.
+                self.waiting[started].remove(state)
+                # Equal groups take turns: this one, and before it those of the same client, move to the end.
+                order = sorted(self.waiting, key=lambda group: sum(map(eq, group, started)))
+                self.waiting = {group: self.waiting[group] for group in order if self.waiting[group]}
 
     def _start(self, state: RequestState) -> bool:
         """Assigns slots and reuses a cached prefix. Returns False if the request must wait for another request's
@@ -181,10 +198,15 @@ class Scheduler:
         state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
         state.live_slots = [first_slot]
         if state.ids is state.request.ids:  # A resumed request finds its own positions.
-            state.cached = prefix_length
+            state.cached, state.started = prefix_length, time.monotonic()
         context.begin(first_slot, ids, source, prefix_length, state.start)
         state.constraint = state.constraint or (state.request.constraint and state.request.constraint.copy())
         if echoes:
             state.prompt = [Token(ids[first_slot.start], None)]
         state.count = 1  # Lets requests that start later in this step wait for this prefill.
         return True
+
+
+def _find_groups(group: Group) -> Iterator[Group]:
+    """Yields the outermost group that ``group`` is part of, its next subgroup, and so on up to ``group``."""
+    return accumulate((key,) for key in group)

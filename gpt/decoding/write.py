@@ -95,7 +95,7 @@ class TextGenerator:
         positions = engine.context.round_up(max(map(len, prompts), default=1) + config.max_tokens)
         max_rows = min(MAX_BATCH[self.compute.device.type], capacity(self.model, self.compute, positions))
         batch = max(1, min(config.batch or max_rows // width, count))
-        settings = (self._bias, self._stops, self.constraint, self)
+        settings = (self._bias, self._stops, self.constraint, (self,))
         texts: dict[int, _Text] = {}
         inbox, order = deque[Update](), deque[_Text]()
         try:

@@ -67,12 +67,18 @@ class Answer:
     """A request's texts during generation, from `begin` to `end`."""
 
     def __init__(
-        self, service: Service, prompts: list[Prompt], generation: Generation, constraint: Constraint | None = None
+        self,
+        service: Service,
+        prompts: list[Prompt],
+        generation: Generation,
+        constraint: Constraint | None = None,
+        client: str = "",
     ) -> None:
         self.service, self.prompts, self.generation = service, prompts, generation
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
-        self.started = False  # Whether any update has arrived.
+        # When the first text got a slot, and when the first and the last update arrived.
+        self._prefill_time = self.first_time = self._last_time = 0.0
         self.choices: list[Choice] = []
         # The queue needs no maximum size, because the number of requested tokens is limited.
         self._events: asyncio.Queue[tuple[int, Update] | ApiError] = asyncio.Queue()
@@ -82,7 +88,7 @@ class Answer:
         for number, (prompt, index) in enumerate(itertools.product(prompts, range(generation.n))):
             deliver = lambda update, number=number: self._events.put_nowait((number, update))
             request = EngineRequest(
-                prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=self.id
+                prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=(client, self.id)
             )
             self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
             if generation.thinking or generation.call_format:
@@ -100,6 +106,7 @@ class Answer:
         """Cancels all requests that are still running."""
         self.service.pending.discard(self)
         self.service.metrics.seconds.observe(time.monotonic() - self._start_time)
+        self.service.metrics.cached_tokens.inc(self._count_cached())
         self._cancel()
 
     def fail(self, error: ApiError) -> None:
@@ -129,9 +136,11 @@ class Answer:
             choice = self.choices[index]
             if choice.builder.reason is not None:
                 continue
-            if not self.started:
-                self.started = True
-                self.service.metrics.first_token.observe(time.monotonic() - self._start_time)
+            self._last_time = time.monotonic()
+            if not self.first_time:
+                self.first_time, self._prefill_time = self._last_time, update.started or self._last_time
+                self.service.metrics.first_token.observe(self.first_time - self._start_time)
+                self.service.metrics.queue_seconds.observe(self._prefill_time - self._start_time)
             delta = choice.push(update)
             if delta.reason is not None:
                 remaining -= 1
@@ -143,7 +152,7 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Returns token counts. Prompts and prefix cache hits count once, not per choice."""
         prompt = sum(len(prompt.ids) for prompt in self.prompts)
-        cached = sum(choice.cached for choice in self.choices[:: self.generation.n])
+        cached = self._count_cached()
         generated = sum(len(choice.builder.tokens) for choice in self.choices)
         usage = {
             "prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated,
@@ -152,6 +161,27 @@ class Answer:
         if reasoning_tokens := sum(choice.reasoning_tokens for choice in self.choices):
             usage["completion_tokens_details"] = {"reasoning_tokens": reasoning_tokens}
         return usage
+
+    def _count_cached(self) -> int:
+        """Returns the number of prompt tokens from the prefix cache."""
+        return sum(choice.cached for choice in self.choices[:: self.generation.n])
+
+    def timings(self) -> dict[str, dict[str, float]]:
+        """Returns the field ``timings`` of llama.cpp's server, or nothing before the answer is complete."""
+        if any(choice.builder.reason is None for choice in self.choices):
+            return {}
+        usage, cached = self.usage(), self._count_cached()
+        values: dict[str, float] = {"cache_n": cached}
+        for name, count, seconds in (
+            ("prompt", usage["prompt_tokens"] - cached, self.first_time - self._prefill_time),
+            ("predicted", usage["completion_tokens"], self._last_time - self.first_time),
+        ):
+            milliseconds = max(1000 * seconds, 1e-3)
+            values |= {
+                f"{name}_n": count, f"{name}_ms": milliseconds, f"{name}_per_token_ms": milliseconds / max(1, count),
+                f"{name}_per_second": 1000 * count / milliseconds,
+            }  # fmt: skip
+        return {"timings": values}
 
 
 class Form:
@@ -172,7 +202,7 @@ class Form:
         for index, choice in enumerate(answer.choices):
             delta = choice.whole
             choices.append(to_json({"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}))
-        head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
+        head = to_json({**self._head(answer, self.kind), "usage": answer.usage(), **answer.timings()})
         return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"
 
     def first(self, answer: Answer) -> list[dict[str, Any]]:
@@ -182,14 +212,15 @@ class Form:
     def chunk(self, answer: Answer, index: int, delta: Delta) -> dict[str, Any]:
         """Returns a chunk of a stream."""
         choice = {"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}
-        return {**self._chunk_head(answer), "choices": [choice]}
+        timings = {} if answer.generation.include_usage else answer.timings()
+        return {**self._chunk_head(answer), "choices": [choice], **timings}
 
     def _chunk_head(self, answer: Answer) -> dict[str, Any]:
         return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.generation.include_usage else {})
 
     def usage_chunk(self, answer: Answer) -> dict[str, Any]:
         """Returns the last chunk, with token counts."""
-        return {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage()}
+        return {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage(), **answer.timings()}
 
 
 class CompletionForm(Form):

@@ -14,8 +14,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from gpt.chat import chat, tool_calls
-from gpt.decoding.constraint import END_THINK, Thinking
+from gpt.chat import tool_calls
+from gpt.chat.tool_calls import Rendered
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
@@ -59,7 +59,7 @@ class Server:
         self.aborted = False
         self._inspecting = asyncio.Lock()
         engines = [service.worker.engine for service in services]
-        metrics.waiting.set_function(lambda: sum(not answer.started for answer in self.pending))
+        metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
         metrics.running.set_function(lambda: sum(engine.running for engine in engines))
         metrics.cached.set_function(lambda: sum(slot.length for engine in engines for slot in engine.context.slots))
         routes = [
@@ -196,7 +196,7 @@ class Server:
             if text is not None:
                 raise ApiError(400, "prompt and messages cannot be combined; send one of them", "prompt")
             chat_prompt = await self._in_thread(request, lambda: read_chat_prompt(values))
-            ids = await self._encode(request, service, (await self._render(request, service, chat_prompt))[0])
+            ids = await self._encode(request, service, (await self._render(request, service, chat_prompt)).text)
         elif isinstance(text, str):
             adds_bos = values.get("add_special_tokens") is not False
             ids = await self._in_thread(request, lambda: _to_ids(service, clean(text), adds_bos))
@@ -261,40 +261,30 @@ class Server:
         values, service = await self._read(request)
         limit, defaults = service.limit_tokens, service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
-        text, parts = await self._render(request, service, chat_prompt)
-        _check_length(service, text, "messages")
-        ids = await self._encode(request, service, text)
+        rendered = await self._render(request, service, chat_prompt)
+        _check_length(service, rendered.text, "messages")
+        ids = await self._encode(request, service, rendered.text)
         prompt, free_positions = _make_prompt(service, ids, "messages"), service.context_length - len(ids)
         if free_positions < 1:
             raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
-        generation = replace(generation, config=config, **parts)
+        generation = replace(
+            generation, config=config, thinking=rendered.thinking, call_format=rendered.call_format,
+            tools_grammar=rendered.grammar,
+        )  # fmt: skip
         return await self._generate(request, service, [prompt], generation, ChatForm())
 
-    async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> tuple[str, dict[str, Any]]:
-        """Renders a conversation with the chat template. Also returns the fields of `Generation` that depend on it."""
-        tokenizer, messages, tools = service.tokenizer, chat_prompt.messages, chat_prompt.tools
-        if tokenizer.chat_template is None:
+    async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> Rendered:
+        """Renders a conversation with the chat template."""
+        messages, tools, find_format = chat_prompt.messages, chat_prompt.tools, lambda: service.call_format
+        if service.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
-
-        def render() -> tuple[str, dict[str, Any]]:
-            has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
-            call_format = service.call_format if tools or has_calls else None
-            is_plain = call_format is not None and not call_format.in_template
-            options = {"answer": chat_prompt.answer, "open_end": chat_prompt.open_end}
-            variables = {**chat_prompt.variables, "tools": tools.specs if tools and not is_plain else None}
-            shown = tool_calls.as_plain_text(messages, tools) if is_plain else messages
-            text = chat.render(tokenizer, shown, **options, variables=variables)
-            thinking: Thinking = "" if chat_prompt.open_end else tool_calls.find_thinking(tokenizer, text)
-            if thinking == "open" and not chat_prompt.thinks:  # The template cannot turn reasoning off.
-                text, thinking = f"{text}\n{END_THINK}\n\n", ""
-            parts: dict[str, Any] = {"thinking": thinking}
-            if tools and call_format:
-                parts |= {"call_format": call_format, "tools_grammar": call_format.grammar(tools, thinking)}
-            return text, parts
-
+        render = partial(
+            tool_calls.render, service.tokenizer, messages, tools, find_format, answer=chat_prompt.answer,
+            open_end=chat_prompt.open_end, thinks=chat_prompt.thinks, variables=chat_prompt.variables,
+        )  # fmt: skip
         return await self._in_thread(request, render, lane="chat")
 
     async def _encode(self, request: Request, service: Service, text: str) -> list[int]:
@@ -321,7 +311,8 @@ class Server:
                 constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
                 raise ApiError(400, error.message, generation.constrained_by) from None
-        answer = await self._in_thread(request, lambda: Answer(service, prompts, generation, constraint))
+        client = request.client.host if request.client else ""
+        answer = await self._in_thread(request, lambda: Answer(service, prompts, generation, constraint, client))
         if self.aborted:
             raise _stopping_error()
         pending_texts = sum(len(pending.choices) for pending in (*self.pending, answer))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt.chat.chat import read_call, reasoning
-from gpt.chat.tool_calls import CallFormat, Tools
+from gpt.chat.tool_calls import CallFormat, Tools, read_names
 from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Thinking
 from gpt.system.errors import UserError
@@ -20,7 +20,6 @@ MAX_STOP_LENGTH = 1000  # Maximum characters of a stop string.
 MAX_VARIABLES_LENGTH = 16_384  # Maximum JSON characters of chat_template_kwargs.
 MAX_DEPTH = 64  # Maximum nesting of what templates read.
 _SEED_LIMIT = 2**63
-_TOOL_NAME = re.compile(r"[\w.:/-]{1,128}", re.ASCII)
 _COMMAND_PATTERN = re.compile(r"--[a-z]|\bgpt [a-z]")
 
 
@@ -421,18 +420,11 @@ def _read_call(call: Any) -> dict[str, Any]:
 def _read_tools(fields: _Fields) -> Tools | None:
     """Returns the functions that the answer can call, or None."""
     tools, choice = fields.value("tools", []), fields.values.get("tool_choice", "auto")
-    is_parallel, names = fields.flag("parallel_tool_calls", True), list[str]()
-    for tool in tools:
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        name = function.get("name") if isinstance(function, dict) else None
-        if not isinstance(function, dict) or not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise _field_error("tools", f"has {_abbreviate(tool)}; it must be a function named with a-z, 0-9 and _-.:/")
-        parameters = function.get("parameters") or {}
-        if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-            raise _field_error("tools", f"has {name}, whose parameters are not the schema of an object")
-        if name in names:
-            raise _field_error("tools", f"has {name} twice")
-        names.append(name)
+    is_parallel = fields.flag("parallel_tool_calls", True)
+    try:
+        names = read_names(tools)
+    except UserError as error:
+        raise _field_error("tools", error.message) from None
     named = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
     chosen_name = named.get("name") if isinstance(named, dict) else None
     if choice not in (("none", "auto", "required") if tools else ("none", "auto")) and chosen_name not in names:

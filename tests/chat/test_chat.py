@@ -158,7 +158,7 @@ def test_rendered_text_and_ids_equal_transformers(name: str, tmp_path: Path) -> 
         expected = reference.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         assert chat.render(tokenizer, messages) == expected
         ids = reference.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-        assert chat.prompt(tokenizer, messages) == ids
+        assert tokenizer.encode(chat.render(tokenizer, messages), specials=True).tolist() == ids
     expected = reference.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=False)
     assert chat.render(tokenizer, CHAT, answer=False) == expected
     for last in ("  5", "The answer is ", "\n", "", "CONTINUE_FINAL_MESSAGE_TAG"):  # Unfinished answers
@@ -330,7 +330,7 @@ def assert_equal_in_transformers(folder: Path) -> None:
     """Compares a folder's ids, logits and end tokens with those in Transformers."""
     tokenizer, reference = library.load(folder), AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = chat.prompt(tokenizer.tokenizer, QUESTION)
+    ids = tokenizer.tokenizer.encode(chat.render(tokenizer.tokenizer, QUESTION), specials=True).tolist()
     assert reference.apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) == ids
     assert (
         reference.apply_chat_template(CHATS[1], tokenize=False) == chat.answers(tokenizer.tokenizer, CHATS[1])[0][0][0]
@@ -455,7 +455,9 @@ def test_chat_session_equals_the_library(gpt: Gpt, file: Path) -> None:
     assert "messages were dropped" in result.err
     assert "/system TEXT" in result.out
     model = library.load(run)
-    ids = chat.prompt(model.tokenizer, [{"role": "user", "content": "Spell 1."}])
+    ids = model.tokenizer.encode(
+        chat.render(model.tokenizer, [{"role": "user", "content": "Spell 1."}]), specials=True
+    ).tolist()
     assert result.out.startswith("".join(model.write(ids, SampleConfig(max_tokens=6), seed=1)))
 
 
@@ -464,13 +466,15 @@ def test_chat_options_set_the_system_message_and_thinking(
 ) -> None:
     run = library.train(file, steps=1, **SETTINGS).run
     rendered: list[tuple[Any, Any]] = []
-    prompt = chat.prompt
-    monkeypatch.setattr(chat, "prompt", lambda *args: rendered.append(args[1:]) or prompt(*args))
+    render = chat.render
+    monkeypatch.setattr(
+        chat, "render", lambda *args, **rest: rendered.append((args[1], rest["variables"])) or render(*args, **rest)
+    )
     options = ("--system", "Be brief.", "--no-think")
     assert gpt("chat", "-m", run, "-n", "2", *options, stdin=b"Hi\n/system\nHi\n").code == 0
     (first, variables), (second, _) = rendered
     assert first[0] == {"role": "system", "content": "Be brief."}
-    assert variables == {"enable_thinking": False}
+    assert variables == {"enable_thinking": False, "tools": None}
     assert second[0]["role"] == "user"
     assert "no chat template" in gpt("chat", "-m", run_folder, *options).err
 
@@ -488,13 +492,9 @@ def test_chat_does_not_show_reasoning(
     gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch, thinking: str, answer: str, shown: str
 ) -> None:
     run = library.train(file, steps=1, **SETTINGS).run
-    openings = list[str]()
-    monkeypatch.setattr(tool_calls, "find_thinking", lambda _, opening: openings.append(opening) or thinking)
+    monkeypatch.setattr(tool_calls, "find_thinking", lambda tokenizer, prompt: thinking)
     pattern = re.escape(answer)
     assert gpt("chat", "-m", run, "--regex", pattern, stdin=b"Spell 1.\n").out == shown
-    tokenizer = library.load(run).tokenizer
-    prompt = tokenizer.decode(chat.prompt(tokenizer, [{"role": "user", "content": "Spell 1."}]))
-    assert openings[0] and prompt.endswith(openings[0])
 
 
 def test_chat_reads_only_what_is_new(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -532,9 +532,7 @@ def prompts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Makes a chat write endless text, and collects its prompts. "fail" is an error, "stop" is an early Ctrl-C."""
     texts: list[str] = []
 
-    def write(
-        model: LanguageModel, prompt: list[int] | str, config: SampleConfig, seed: int = 0, index: int = 0
-    ) -> Pieces:
+    def write(model: LanguageModel, prompt: list[int] | str, config: SampleConfig, *args: object) -> Pieces:
         if isinstance(prompt, str):  # Only checks the settings.
             return Pieces([], "")
         texts.append(model.tokenizer.decode(prompt))

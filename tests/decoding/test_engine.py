@@ -39,7 +39,7 @@ def random_request(rng: random.Random) -> Request:
     if rng.random() < 0.3 and not config.ignore_eot:
         constraint = CONSTRAINTS.find(SampleConfig(regex=rng.choice(REGEXES)))
     place = rng.choice(PROMPTS), config, rng.randrange(3), rng.randrange(3), bias
-    return Request(*place, constraint=constraint, group=rng.choice("a" * 14 + "b"))
+    return Request(*place, constraint=constraint, group=(rng.choice("a" * 14 + "b"),))
 
 
 def summarize(events: list[Update]) -> Any:
@@ -105,7 +105,9 @@ def test_tokens_that_are_read_late_are_not_lost() -> None:
     engine = Engine(Context(model, CPU, 5), {EOT}, 8)
     engine.runs_ahead = True
     requests = [
-        Request([number, 1], SampleConfig(max_tokens=rng.randint(1, 20)), bias=((EOT, 2.0),), group=rng.choice("aab"))
+        Request(
+            [number, 1], SampleConfig(max_tokens=rng.randint(1, 20)), bias=((EOT, 2.0),), group=(rng.choice("aab"),)
+        )
         for number in range(50)
     ]
     events: dict[int, list[Update]] = {}
@@ -140,10 +142,10 @@ def test_small_request_does_not_wait_for_a_large_one(positions: str, count: int,
     engine = Engine(Context(tiny_model(64, positions), CPU, 3), {EOT}, chunk=8)
     config = SampleConfig(greedy=True, ignore_eot=True, max_tokens=max_tokens)
     for index in range(count):
-        engine.add(Request([1, 2, 3], config, index=index, group="large"))
+        engine.add(Request([1, 2, 3], config, index=index, group=("large",)))
     for _ in range(9 + max_tokens // 4):
         engine.step()
-    number = engine.add(Request([4, 5], SampleConfig(ignore_eot=True, max_tokens=5), group="small"))
+    number = engine.add(Request([4, 5], SampleConfig(ignore_eot=True, max_tokens=5), group=("small",)))
     reasons = [update.reason for _ in range(7) for update in engine.step() if update.number == number]
     assert len(reasons) <= 6 and reasons[-1] == "length"
     assert engine.busy
@@ -153,9 +155,34 @@ def test_small_request_does_not_wait_for_a_large_one(positions: str, count: int,
 def test_groups_take_turns() -> None:
     engine = Engine(Context(tiny_model(), CPU, 2), {EOT})
     config = SampleConfig(ignore_eot=True, max_tokens=3)
-    groups = {engine.add(Request([1, 2], config, index=at, group=name)): name for name in "abcde" for at in range(9)}
+    groups = {engine.add(Request([1, 2], config, index=at, group=(name,))): name for name in "abcde" for at in range(9)}
     order = [groups[update.number] for update in engine.run() if update.reason]
     assert all(len({*order[start : start + 5]}) == 5 for start in range(0, 45, 5))
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 6])
+def test_clients_and_then_their_requests_take_turns(slots: int) -> None:
+    """One client has five requests of nine texts, another one request. Each gets half of the slots."""
+    engine = Engine(Context(tiny_model(), CPU, slots), {EOT})
+    config = SampleConfig(ignore_eot=True, max_tokens=3)
+    places = [("many", name) for name in "abcde"] + [("few", "f")]
+    groups = {engine.add(Request([1, 2], config, index=at, group=place)): place for place in places for at in range(9)}
+    order = [groups[update.number] for update in engine.run() if update.reason]
+    assert [sum(client == "few" for client, _ in order[:count]) for count in (4, 8, 16)] == [2, 4, 8]
+    later = [name for client, name in order if client == "many"]
+    assert all(len({*later[start : start + 5]}) == 5 for start in range(0, 45, 5))
+
+
+def test_request_is_paused_for_another_client() -> None:
+    engine = Engine(Context(tiny_model(), CPU, 4), {EOT})
+    config = SampleConfig(ignore_eot=True, max_tokens=40)
+    for name in "abcd":
+        engine.add(Request([1, 2], config, group=("many", name)))
+    engine.step()
+    for index in range(3):
+        engine.add(Request([3, 4], config, index=index, group=("few", "e")))
+    engine.step()
+    assert [state.request.group[0] for state in engine.scheduler.running] == ["many", "many", "few", "few"]
 
 
 @pytest.mark.parametrize("settings", [{"greedy": True}, {}, {"beam": 2}, {"echo_logprobs": True, "max_tokens": 0}])

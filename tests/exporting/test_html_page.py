@@ -319,7 +319,7 @@ def test_chat_has_the_date_of_today(open_page: Open, tmp_path: Path) -> None:
     texts, messages = NO_TEXTS | {"chat": chat_pieces.find_pieces(tokenizer)}, [{"role": "user", "content": "Hi"}]
     html.write(tmp_path / "it.html", source_of(loud(GPTConfig(257, 40, 1, 1, 16)), tokenizer), "float32", texts)
     ids = open_page(tmp_path / "it.html").evaluate("(messages) => engine.template(messages)", messages)
-    assert ids == chat.prompt(tokenizer, messages)
+    assert ids == tokenizer.encode(chat.render(tokenizer, messages), specials=True).tolist()
 
 
 @pytest.fixture

@@ -197,7 +197,7 @@ def test_chat_model_is_the_same_through_every_door(name: str, tmp_path: Path) ->
     results = []
     for door in (*doors, tmp_path / "lora.gguf"):
         model = api.load(door)
-        prompt = chat.prompt(model.tokenizer, messages)
+        prompt = model.tokenizer.encode(chat.render(model.tokenizer, messages), specials=True).tolist()
         answer = model.write(prompt, SampleConfig(greedy=True, max_tokens=30))
         text = "".join(answer)
         words = chat.special_words(model.tokenizer)

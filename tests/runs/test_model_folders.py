@@ -325,7 +325,7 @@ def adapter(make_folder: MakeFolder, tmp_path: Path) -> Path:
 
 
 def prompt_of(path: Path) -> list[int]:
-    return chat.prompt(checkpoint.peek(path)[1], MESSAGES)
+    return checkpoint.peek(path)[1].encode(chat.render(checkpoint.peek(path)[1], MESSAGES), specials=True).tolist()
 
 
 def test_adapter_tokenizer_overrides_the_base(adapter: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ import torch
 from conftest import FAST, Gpt, make_text, more, one_line_of_what_and_what_next, spawn
 from serving import Served, events, load, received, request, served
 
+from gpt import api
 from gpt.api import LanguageModel
 from gpt.config.sample import SampleConfig
 from gpt.config.serve import ServeConfig
@@ -172,7 +173,7 @@ def test_slow_templates_and_large_texts_block_no_other_request(
         release.wait(20)
         return "the cat"
 
-    monkeypatch.setattr(app.chat, "render", render)
+    monkeypatch.setattr(app.tool_calls.chat, "render", render)
     templated = replace(model, tokenizer=replace(model.tokenizer, files={"chat_template.jinja": b"x"}))
     with served(templated, queue=20) as api, contextlib.ExitStack() as connections:
         for content in ("hello", "hello" * 20_000):
@@ -832,8 +833,10 @@ def test_a_server_of_two_models_answers_as_each_alone(
 
 
 @pytest.mark.parametrize("words", [("-m", "{run}"), ("-m", "other", "--name", "book")])
-def test_models_of_one_name_are_refused(gpt: Gpt, run_folder: Path, words: tuple[str, ...]) -> None:
-    shutil.copytree(run_folder, "other")
+def test_models_of_one_name_are_refused_before_loading(
+    gpt: Gpt, run_folder: Path, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "load", lambda *args, **options: pytest.fail("it was loaded"))
     result = gpt("serve", "-m", run_folder, *(word.format(run=run_folder) for word in words))
     one_line_of_what_and_what_next(result, "two models are called ")
 

@@ -1,5 +1,6 @@
-"""Tool calls and reasoning in `gpt serve`."""
+"""Tool calls and reasoning in `gpt serve` and `gpt chat`."""
 
+import contextlib
 import json
 import random
 from collections.abc import Iterator
@@ -11,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import vocabularies
+from conftest import Gpt, more
 from models import loud, save
 from serving import Served, load, request, served
 
+from gpt import api
 from gpt.api import LanguageModel
 from gpt.chat import chat, tool_calls
 from gpt.chat.tool_calls import PLAIN, AnswerParser, CallFormat, Parts, Tools
@@ -136,7 +139,7 @@ def server(model: LanguageModel) -> Iterator[Served]:
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What constrained texts are, as far as their masks allow it: the first string of the list."""
-    script, compute_mask, take = [""], Constraint.compute_mask, Constraint.take
+    script, compute_mask, take, copy = [""], Constraint.compute_mask, Constraint.take, Constraint.copy
 
     def compute_scripted_mask(self: Constraint, V: int) -> Any:
         mask, ids = compute_mask(self, V), [*script[0].encode(), 256]
@@ -148,7 +151,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         take(self, id)
 
     monkeypatch.setattr(Constraint, "compute_mask", compute_scripted_mask)
+
+    def copy_with_count(self: Constraint) -> Constraint:
+        vars(copied := copy(self))["taken"] = vars(self).get("taken", 0)
+        return copied
+
     monkeypatch.setattr(Constraint, "take", count)
+    monkeypatch.setattr(Constraint, "copy", copy_with_count)
     return script
 
 
@@ -445,3 +454,133 @@ def test_reasoning_is_separate(model: LanguageModel, script: list[str], template
                 prompts.append(answer["usage"]["prompt_tokens"])
                 assert answer["choices"][0]["message"] == {"role": "assistant", "content": "no", "refusal": None}
         assert len({*prompts}) == 1
+
+
+KINDS: list[dict[str, Any]] = [
+    {}, {"temperature": 0}, {"stop": "a"}, {"n": 3}, {"tools": TOOLS}, {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "n": 2}, {"json_schema": ADD}, {"choices": ["yes", "no"]}, {"reasoning_effort": "none"},
+    {"regex": "[a-z]{2,9}", "reasoning_effort": "none"}, {"logit_bias": {"60": 9}}, {"top_k": 5, "min_tokens": 9},
+]  # fmt: skip
+
+
+def collect(choices: list[Any]) -> list[list[str]]:
+    """Returns reasoning, text, calls and finish reason of each choice, from messages or the deltas of a stream."""
+    parts: dict[int, list[str]] = {}
+    for choice in choices:
+        part, whole = choice.get("message") or choice["delta"], parts.setdefault(choice["index"], [""] * 4)
+        calls = [call["function"] for call in part.get("tool_calls", ())]
+        texts = "".join(call.get("name", "") + call["arguments"] for call in calls)
+        for at, text in enumerate((part.get("reasoning_content"), part.get("content"), texts, choice["finish_reason"])):
+            whole[at] += text or ""
+    return [whole for _, whole in sorted(parts.items())]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [200, more(1000)])
+def test_mixed_requests_equal_each_alone(model: LanguageModel, tmp_path: Path, count: int) -> None:
+    """Chats of all kinds with two models, streamed or not, while every tenth client disconnects."""
+    rng = random.Random(0)
+    other = load(save(tmp_path / "other", loud(GPTConfig.of("modern", 258, 2048, 2, 2, 16)), bytes_tokenizer()))
+    other = replace(other, tokenizer=with_template(model.tokenizer, QWEN3))
+
+    def make_body(seed: int) -> dict[str, Any]:
+        message = {
+            "role": "user",
+            "content": " ".join(rng.choices(["1 + 2?", "the cat", "é", "what"], k=rng.randint(1, 60))),
+        }
+        return {"messages": [message], "model": rng.choice(["tiny", "other"]), "seed": seed, "stream": rng.random() < 0.5,
+                "max_tokens": rng.randint(1, 60), **rng.choice(KINDS)}  # fmt: skip
+
+    def answer(body: dict[str, Any]) -> list[list[str]]:
+        if body["stream"]:
+            return collect([choice for chunk in server.stream(CHAT, **body) for choice in chunk["choices"]])
+        return collect(server.ask(CHAT, **body)["choices"])
+
+    def run(body: dict[str, Any]) -> list[list[str]] | None:
+        if body["seed"] % 10:
+            return answer(body)
+        with server.connect() as connection:
+            connection.sendall(request({**body, "max_tokens": 2000}, CHAT))
+            connection.settimeout(rng.random() / 10)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(1)
+        return None
+
+    bodies = [make_body(seed) for seed in range(count)]
+    with served(model, 4, 256, other=other, queue=100) as server, ThreadPoolExecutor(24) as pool:
+        answers = [*pool.map(run, bodies)]
+        for service in server.server.services.values():
+            server.service = service
+            server.idle()
+        assert [body for body, text in zip(bodies, answers, strict=True) if text and text != answer(body)] == []
+    assert sum(text is not None for text in answers) == count * 9 // 10
+
+
+def test_chat_shows_calls_and_asks_for_their_results(
+    gpt: Gpt, model: LanguageModel, script: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After both results, the model answers with the same text as in the server."""
+    conversations: list[list[Any]] = []
+
+    def render(tokenizer: Tokenizer, messages: list[Any], *args: Any, **options: Any) -> tool_calls.Rendered:
+        conversations.append(messages)
+        script[0] = f"Wait.\n<tool_call>\n{ADD_CALL}{BETWEEN}{NOW_CALL}\n</tool_call>"
+        script[0] = script[0] if messages[-1]["role"] == "user" else "It is 3."
+        return tool_calls_render(tokenizer, messages, *args, **options)
+
+    tool_calls_render = tool_calls.render
+    monkeypatch.setattr(tool_calls, "render", render)
+    monkeypatch.setattr(api, "load", lambda *args, **options: model)
+    Path("tools.json").write_text(json.dumps(TOOLS), encoding="utf-8")
+    result = gpt(
+        "chat", "--tools", "tools.json", "--seed", "1", stdin=b"1 + 2?\n3\nnoon\n/more\n/retry\nBye.\n/clear\n"
+    )
+    assert result.code == 0
+    answer, calls = "It is 3.\n", f"Wait.\nadd {json.dumps(json.loads(ADD_CALL)['arguments'])}\nnow {{}}\n"
+    assert result.out == calls + answer + answer + calls
+    notes = [line.partition(" result of ")[2] for line in result.err.splitlines() if " result of " in line]
+    assert notes == ["add", "now", "add"]
+    assert "the text is complete" in result.err
+    _, results, again, _ = conversations
+    question, answered, first, second = results
+    assert results == again
+    assert (question["content"], answered["content"], first["content"], second["content"]) == (
+        "1 + 2?",
+        "Wait.",
+        "3",
+        "noon",
+    )
+    assert [call["function"]["arguments"] for call in answered["tool_calls"]] == [{"a": 1, "b": '"}'}, {}]
+    assert [first["tool_call_id"], second["tool_call_id"]] == [call["id"] for call in answered["tool_calls"]]
+
+
+def test_chat_continues_a_call_that_was_cut_off(
+    gpt: Gpt, model: LanguageModel, script: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "load", lambda *args, **options: model)
+    Path("tools.json").write_text(json.dumps(TOOLS), encoding="utf-8")
+    script[0] = f"<tool_call>\n{NOW_CALL}\n</tool_call>"
+    result = gpt("chat", "--tools", "tools.json", "-n", "30", stdin=b"When?\n/more\n")
+    assert result.out.split() == ["now", "{}"]
+    assert "result of now" in result.err
+
+
+@pytest.mark.parametrize(
+    ("tools", "options", "message"),
+    [
+        ("[", (), "is not JSON"), ("[]", (), "tools.json has no functions"), ("{}", (), "must be a function named"),
+        (json.dumps([NOW, NOW]), (), "tools.json has now twice"), ('[{"type": "\\ud800"}]', (), "is not UTF-8"),
+        ("[" * 10**5, (), "is not JSON"), (json.dumps(TOOLS), ("--regex", "a"), "regex and --tools cannot"),
+        (json.dumps(TOOLS), ("--ignore-eot",), "ignore-eot and --tools cannot"),
+        (json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]), (), "Unimplemented"),
+    ],
+    ids=lambda value: f"{value!s:.20}",
+)  # fmt: skip
+def test_chat_refuses_tools(
+    gpt: Gpt, model: LanguageModel, monkeypatch: pytest.MonkeyPatch, tools: str, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.setattr(api, "load", lambda *args, **options: model)
+    Path("tools.json").write_text(tools, encoding="utf-8")
+    result = gpt("chat", "--tools", "tools.json", *options, stdin=b"Hi\n")
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
