@@ -2,7 +2,7 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -33,6 +33,7 @@ from gpt.serve.protocol import (
     read_completion,
     read_json,
 )
+from gpt.serve.responses import ResponseForm, of_chat, to_chat
 from gpt.system.errors import UserError
 
 BODY_SECONDS = 30.0
@@ -44,7 +45,7 @@ T = TypeVar("T")
 _PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # Routes that need no API key.
 _UNSUPPORTED_APIS = (
     "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
-    "moderations", "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
+    "moderations", "realtime", "threads", "uploads", "vector_stores", "videos",
 )  # fmt: skip
 
 
@@ -67,6 +68,7 @@ class Server:
             for method, path, handler in (
                 ("POST", "/completions", self._completions),
                 ("POST", "/chat/completions", self._chat),
+                ("POST", "/responses", self._responses),
                 ("GET", "/models", self._models),
                 ("GET", "/models/{id:path}", self._model),
                 ("POST", "/tokenize", self._tokenize),
@@ -259,6 +261,20 @@ class Server:
 
     async def _chat(self, request: Request) -> Response:
         values, service = await self._read(request)
+        return await self._generate_chat(request, service, values, ChatForm())
+
+    async def _responses(self, request: Request) -> Response:
+        values, service = await self._read(request)
+        try:
+            form = await self._in_thread(request, lambda: ResponseForm(values, service.defaults))
+            chat_values = await self._in_thread(request, lambda: to_chat(values))
+            return await self._generate_chat(request, service, chat_values, form)
+        except ApiError as error:
+            raise of_chat(error, values) from None
+
+    async def _generate_chat(
+        self, request: Request, service: Service, values: Mapping[str, Any], form: Form
+    ) -> Response:
         limit, defaults = service.limit_tokens, service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         text, parts = await self._render(request, service, chat_prompt)
@@ -266,12 +282,12 @@ class Server:
         ids = await self._encode(request, service, text)
         prompt, free_positions = _make_prompt(service, ids, "messages"), service.context_length - len(ids)
         if free_positions < 1:
-            raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
+            raise _too_long_error("messages", f"{len(ids):,} tokens, which fills the context")
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
         generation = replace(generation, config=config, **parts)
-        return await self._generate(request, service, [prompt], generation, ChatForm())
+        return await self._generate(request, service, [prompt], generation, form)
 
     async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> tuple[str, dict[str, Any]]:
         """Renders a conversation with the chat template. Also returns the fields of `Generation` that depend on it."""
@@ -412,15 +428,15 @@ def _stopping_error() -> ApiError:
 
 
 def _too_long_error(field: str, length: str) -> ApiError:
-    verb = "have" if field == "messages" else "has"
-    return ApiError(400, f"{field} {verb} {length}", field, "context_length_exceeded")
+    subject = "the conversation" if field == "messages" else "the prompt"
+    return ApiError(400, f"{subject} has {length}", field, "context_length_exceeded")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"there is no route {request.method} {path:.200}"
     if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _UNSUPPORTED_APIS:
-        message += f": this server has no {name} API, only /v1/completions and /v1/chat/completions"
+        message += f": this server has no {name} API, only completions, chat completions and responses"
     return error_response(ApiError(404, message))
 
 

@@ -99,7 +99,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     return values
 
 
-class _Fields:
+class Fields:
     """The fields of a request, validated when read. Null or missing fields get the ``defaults``."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] = types.MappingProxyType({})) -> None:
@@ -113,15 +113,18 @@ class _Fields:
         self.values = {**defaults, **self.values}
 
     def sent_name(self, name: str) -> str:
+        """Returns the name that the client sent for a field."""
         return self._sent_names.get(name, name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
+        """Returns a number. Raises `ApiError` unless it is from ``low`` to ``high``."""
         value, name = self.values.get(name, default), self.sent_name(name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             raise _field_error(name, f"is {_abbreviate(value)}; it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def count(self, name: str, default: int, low: int, high: int) -> int:
+        """Returns a whole number. Raises `ApiError` unless it is from ``low`` to ``high``."""
         value, name = self.values.get(name, default), self.sent_name(name)
         if type(value) is float and value.is_integer():
             value = int(value)
@@ -138,6 +141,7 @@ class _Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Returns a truth value."""
         return bool(self.value(name, default))
 
     def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
@@ -155,10 +159,10 @@ def _abbreviate(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
-ALIASES = {  # Field names of llama.cpp's server, Transformers and vLLM.
+ALIASES = {  # Field names of llama.cpp's server, Transformers, vLLM and OpenAI's Responses API.
     "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
     "no_repeat_ngram_size": "no_repeat_ngram", "guided_choice": "choices", "guided_regex": "regex",
-    "guided_json": "json_schema",
+    "guided_json": "json_schema", "max_output_tokens": "max_tokens",
 }  # fmt: skip
 ANY_OBJECT = {"type": "object"}
 # Unsupported fields that would change the response, with the neutral values that the server accepts. Unlisted fields
@@ -186,9 +190,13 @@ REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {
     "add_special_tokens": (True,), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
 REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,)}
+REFUSED_IN_RESPONSES: Mapping[str, Sequence[Any]] = {
+    "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "truncation": ("disabled",),
+    "context_management": ([],), "moderation": (), "n": (1,),
+}  # fmt: skip
 
 
-def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
+def _read_generation(fields: Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
     """Reads the settings of a request. ``default_tokens`` applies if the request sets no token limit."""
     n = fields.count("n", 1, 1, MAX_CHOICES)
     stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
@@ -253,7 +261,7 @@ def _read_stops(value: str | list[Any]) -> tuple[str, ...]:
     return tuple(map(clean, stops))
 
 
-def _read_constraint(fields: _Fields) -> dict[str, Any]:
+def _read_constraint(fields: Fields) -> dict[str, Any]:
     """Reads the constraint: ``choices``, ``regex``, or a schema in ``json_schema`` or ``response_format``."""
     empty_fields = [name for name in ("choices", "regex", "json_schema") if fields.values.get(name) in ([], "")]
     if empty_fields:
@@ -283,7 +291,7 @@ def _read_constraint(fields: _Fields) -> dict[str, Any]:
     return {"choices": tuple(map(clean, choices)), "regex": clean(regex), "json_schema": schema}
 
 
-def _constraint_fields(fields: _Fields) -> list[str]:
+def _constraint_fields(fields: Fields) -> list[str]:
     """Returns the names of the constraint fields in a request."""
     output_format = fields.values.get("response_format", {})
     format_fields = (
@@ -316,7 +324,7 @@ def read_completion(
     values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
 ) -> tuple[list[str | Sequence[int]], Generation]:
     """Reads the prompts and settings of ``/v1/completions``, for at most ``limit`` tokens. Raises `ApiError`."""
-    fields = _Fields(values, defaults)
+    fields = Fields(values, defaults)
     fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _field_error("prompt", "is missing")
@@ -349,7 +357,7 @@ def _is_text(part: Any) -> bool:
 
 def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> tuple[ChatPrompt, Generation]:
     """Reads a request of ``/v1/chat/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
-    chat_prompt, fields = read_chat_prompt(values), _Fields(values, defaults)
+    chat_prompt, fields = read_chat_prompt(values), Fields(values, defaults)
     generation = _read_generation(fields, limit, limit, chat=True)
     if chat_prompt.tools:
         conflict = "ignore_eos" if generation.config.ignore_eot else generation.constrained_by
@@ -361,7 +369,7 @@ def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     """Reads the messages of a request and the fields for rendering them. Raises `ApiError`."""
-    fields = _Fields(values)
+    fields = Fields(values)
     fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -394,6 +402,8 @@ def _read_message(message: Any) -> dict[str, Any]:
                 "messages", f"has a part of type {_abbreviate(other_type)}; only parts of type text are supported"
             )
         content = "".join(texts) if len(texts) == len(content) else None
+    if role == "developer":  # Most templates don't know OpenAI's newer name, and some drop the message.
+        role = "system"
     if not isinstance(role, str) or not isinstance(content, str):
         raise _field_error(
             "messages", f"has {_abbreviate(message)}; a message needs a role and a content, both strings"
@@ -414,11 +424,11 @@ def _read_call(call: Any) -> dict[str, Any]:
     if checked_call is None:
         problem = f"has the call {_abbreviate(call)}; it needs a function with a name, and arguments that are an object"
         raise _field_error("messages", problem)
-    function = _clean_object("messages", checked_call["function"])
+    function = clean_object("messages", checked_call["function"])
     return {"id": clean(str(checked_call.get("id", ""))), "type": "function", "function": function}
 
 
-def _read_tools(fields: _Fields) -> Tools | None:
+def _read_tools(fields: Fields) -> Tools | None:
     """Returns the functions that the answer can call, or None."""
     tools, choice = fields.value("tools", []), fields.values.get("tool_choice", "auto")
     is_parallel, names = fields.flag("parallel_tool_calls", True), list[str]()
@@ -440,7 +450,7 @@ def _read_tools(fields: _Fields) -> Tools | None:
         raise _field_error("tool_choice", f"is {_abbreviate(choice)}; it must be {what}")
     if not tools or choice == "none":
         return None
-    specs = _clean_object("tools", {"tools": tools})["tools"]
+    specs = clean_object("tools", {"tools": tools})["tools"]
     return Tools(specs, [str(chosen_name)] if named else names, choice != "auto", is_parallel)
 
 
@@ -450,13 +460,13 @@ _RESERVED_VARIABLES = (
 )  # fmt: skip
 
 
-def _read_variables(fields: _Fields) -> Mapping[str, Any]:
+def _read_variables(fields: Fields) -> Mapping[str, Any]:
     """Returns additional variables for the chat template."""
     name = "chat_template_kwargs"
     values = fields.value(name, {})
     if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send this variable as a top-level field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
-    cleaned = _clean_object(name, values)
+    cleaned = clean_object(name, values)
     if (length := len(json.dumps(values, ensure_ascii=False))) > MAX_VARIABLES_LENGTH:
         raise _field_error(name, f"has {length:,} characters; the limit is {MAX_VARIABLES_LENGTH:,}")
     for key in values:
@@ -465,7 +475,7 @@ def _read_variables(fields: _Fields) -> Mapping[str, Any]:
     return cleaned
 
 
-def _clean_object(name: str, values: dict[str, Any]) -> dict[str, Any]:
+def clean_object(name: str, values: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy without unpaired surrogates. Raises `ApiError` if a template could not print it."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):
