@@ -213,6 +213,34 @@ class CompletionForm(Form):
         return {"text": delta.text, "logprobs": logprobs}
 
 
+class InfillForm(Form):
+    """The response format of ``/infill``, which is llama.cpp's."""
+
+    end = b""
+
+    def whole(self, answer: Answer) -> bytes:
+        """Returns a complete response."""
+        return to_json(self._end(answer, answer.choices[0].whole.text))
+
+    def chunks(self, answer: Answer, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the chunk of new text."""
+        return [{"index": index, "content": delta.text, "stop": False}]
+
+    def last(self, answer: Answer) -> list[dict[str, Any]]:
+        """Returns the chunk of the end."""
+        return [self._end(answer, "")]
+
+    def _end(self, answer: Answer, text: str) -> dict[str, Any]:
+        builder, usage = answer.choices[0].builder, answer.usage()
+        stop_type = "eos" if builder.tokens and builder.tokens[-1].id in builder.hidden else "word"
+        return {
+            "index": 0, "content": text, "stop": True, "model": answer.service.name, "truncated": False,
+            "stop_type": "limit" if builder.reason == "length" else stop_type,
+            "tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+        }  # fmt: skip
+
+
 class ChatForm(Form):
     """The response format of ``/v1/chat/completions``."""
 

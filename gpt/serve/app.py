@@ -18,9 +18,10 @@ from gpt.chat import chat, tool_calls
 from gpt.decoding.constraint import END_THINK, Thinking
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
-from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
+from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, InfillForm, Service, Stream
 from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
+from gpt.serve.infill import fill, find_end_ids
 from gpt.serve.inspection import inspect
 from gpt.serve.origins import Guard, error_response
 from gpt.serve.protocol import (
@@ -31,6 +32,7 @@ from gpt.serve.protocol import (
     read_chat,
     read_chat_prompt,
     read_completion,
+    read_infill,
     read_json,
 )
 from gpt.serve.responses import ResponseForm, of_chat, to_chat
@@ -66,7 +68,8 @@ class Server:
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
-                ("POST", "/completions", self._completions),
+                ("POST", "/completions", partial(self._complete, read_completion, CompletionForm)),
+                ("POST", "/infill", partial(self._complete, read_infill, InfillForm)),
                 ("POST", "/chat/completions", self._chat),
                 ("POST", "/responses", self._responses),
                 ("GET", "/models", self._models),
@@ -252,12 +255,20 @@ class Server:
 
     # Texts
 
-    async def _completions(self, request: Request) -> Response:
+    async def _complete(
+        self, read: Callable[..., tuple[list[str | Sequence[int]], Generation]], form: type[Form], request: Request
+    ) -> Response:
         values, service = await self._read(request)
-        limit, defaults = service.limit_tokens, service.defaults
-        texts, generation = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
-        prompts = await self._in_thread(request, lambda: [_make_prompt(service, text) for text in texts])
-        return await self._generate(request, service, prompts, generation, CompletionForm())
+
+        def make_prompts() -> tuple[list[Prompt], Generation]:
+            texts, generation = read(values, service.limit_tokens, service.defaults)
+            if (gap := generation.gap) is not None:
+                generation = replace(generation, stop_ids=generation.stop_ids | find_end_ids(service.tokenizer))
+                texts = [fill(service.tokenizer, text, gap, service.context_length) for text in texts]
+            return [_make_prompt(service, text) for text in texts], generation
+
+        prompts, generation = await self._in_thread(request, make_prompts)
+        return await self._generate(request, service, prompts, generation, form())
 
     async def _chat(self, request: Request) -> Response:
         values, service = await self._read(request)

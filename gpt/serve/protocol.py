@@ -54,6 +54,16 @@ def _field_error(name: str, problem: str) -> ApiError:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """What surrounds a text that fills a gap, apart from the text before it."""
+
+    suffix: str
+    start: str = ""  # Text before the gap that is tokenized separately.
+    files: Sequence[tuple[str, str]] = ()  # Names and texts of other files.
+    cuts: bool = False  # Whether to cut long texts.
+
+
+@dataclass(frozen=True)
 class Generation:
     """The settings of a request, without its prompt."""
 
@@ -70,6 +80,7 @@ class Generation:
     call_format: CallFormat | None = None  # If an answer can call tools.
     tools_grammar: str = ""
     token_details: bool = False  # Adds token ids and bytes to completions.
+    gap: Gap | None = None  # Of a completion that fills a gap.
 
 
 @dataclass(frozen=True)
@@ -169,7 +180,7 @@ ANY_OBJECT = {"type": "object"}
 # change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
-    "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
     "best_of": (1,),
     # llama.cpp
@@ -189,11 +200,13 @@ REFUSED: Mapping[str, Sequence[Any]] = {
 REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {
     "add_special_tokens": (True,), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
-REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,)}
+REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,), "suffix": ("",)}
 REFUSED_IN_RESPONSES: Mapping[str, Sequence[Any]] = {
     "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "truncation": ("disabled",),
     "context_management": ([],), "moderation": (), "n": (1,),
 }  # fmt: skip
+REFUSED_IN_INFILLS: Mapping[str, Sequence[Any]] = {"n": (1,), "echo": (False,), "suffix": ("",)}
+IGNORED_IN_INFILLS = ("samplers", "n_indent", "t_max_predict_ms", "response_fields")  # Editors always send these.
 
 
 def _read_generation(fields: Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
@@ -329,7 +342,29 @@ def read_completion(
     if "prompt" not in fields.values:
         raise _field_error("prompt", "is missing")
     generation = _read_generation(fields, limit, min(16, limit), chat=False)
+    if suffix := fields.value("suffix", ""):
+        if generation.echo:
+            raise _field_error("suffix", "cannot be combined with echo")
+        generation = replace(generation, gap=Gap(clean(suffix)))
     return _read_prompts(fields.values["prompt"]), generation
+
+
+def read_infill(
+    values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
+) -> tuple[list[str | Sequence[int]], Generation]:
+    """Reads a request of ``/infill`` like `read_completion`. The prompt is the text before the gap."""
+    fields = Fields(values, defaults)
+    refused = {**REFUSED, **REFUSED_IN_COMPLETIONS, **REFUSED_IN_INFILLS}
+    fields.refuse({name: neutral for name, neutral in refused.items() if name not in IGNORED_IN_INFILLS})
+    files = []
+    for file in fields.value("input_extra", []):
+        name, text = (file.get("filename", "tmp"), file.get("text")) if isinstance(file, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise _field_error("input_extra", f"has {_abbreviate(file)}; it must be an object with filename and text")
+        files.append((clean(name), clean(text)))
+    prefix, suffix, start = (clean(fields.value(name, "")) for name in ("input_prefix", "input_suffix", "prompt"))
+    generation = _read_generation(fields, limit, limit, chat=False)
+    return [prefix], replace(generation, gap=Gap(suffix, start, files, cuts=True))
 
 
 def _read_prompts(value: Any) -> list[str | Sequence[int]]:

@@ -100,7 +100,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # Request fields, and
     ),
     ({"speculate": 4, "temperature": 0, "max_tokens": 30}, {"greedy": True, "max_tokens": 30}),
     ({"max_tokens": 0}, {"max_tokens": 0}),
-    ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": None}, {}),
+    ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": ""}, {}),
 ]  # fmt: skip
 
 
