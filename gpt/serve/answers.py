@@ -5,7 +5,7 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -188,6 +188,7 @@ class Form:
     """The response format of a route."""
 
     kind, chunk_kind, prefix = "", "", ""
+    end = b"data: [DONE]\n\n"  # The end of a stream.
 
     def _head(self, answer: Answer, kind: str) -> dict[str, Any]:
         id, name = f"{self.prefix}-{answer.id}", answer.service.name
@@ -209,18 +210,24 @@ class Form:
         """Returns the chunks sent before any text."""
         return []
 
-    def chunk(self, answer: Answer, index: int, delta: Delta) -> dict[str, Any]:
-        """Returns a chunk of a stream."""
+    def chunks(self, answer: Answer, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the chunks of new text."""
         choice = {"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}
         timings = {} if answer.generation.include_usage else answer.timings()
-        return {**self._chunk_head(answer), "choices": [choice], **timings}
+        return [{**self._chunk_head(answer), "choices": [choice], **timings}]
 
     def _chunk_head(self, answer: Answer) -> dict[str, Any]:
         return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.generation.include_usage else {})
 
-    def usage_chunk(self, answer: Answer) -> dict[str, Any]:
-        """Returns the last chunk, with token counts."""
-        return {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage(), **answer.timings()}
+    def last(self, answer: Answer) -> list[dict[str, Any]]:
+        """Returns the chunks sent after all text: token counts, if the client wants them."""
+        head = self._head(answer, self.chunk_kind)
+        chunk = {**head, "choices": [], "usage": answer.usage(), **answer.timings()}
+        return [chunk] if answer.generation.include_usage else []
+
+    def failure(self, answer: Answer, error: ApiError) -> dict[str, Any]:
+        """Returns the last chunk of a stream that ends with an error."""
+        return error.body()
 
 
 class CompletionForm(Form):
@@ -236,6 +243,34 @@ class CompletionForm(Form):
             if answer.generation.token_details:  # Ids and bytes distinguish tokens with the same text.
                 logprobs["content"] = chat_logprobs(tokenizer, delta.tokens)["content"]
         return {"text": delta.text, "logprobs": logprobs}
+
+
+class InfillForm(Form):
+    """The response format of ``/infill``, which is llama.cpp's."""
+
+    end = b""
+
+    def whole(self, answer: Answer) -> bytes:
+        """Returns a complete response."""
+        return to_json(self._end(answer, answer.choices[0].whole.text))
+
+    def chunks(self, answer: Answer, index: int, delta: Delta) -> list[dict[str, Any]]:
+        """Returns the chunk of new text."""
+        return [{"index": index, "content": delta.text, "stop": False}]
+
+    def last(self, answer: Answer) -> list[dict[str, Any]]:
+        """Returns the chunk of the end."""
+        return [self._end(answer, "")]
+
+    def _end(self, answer: Answer, text: str) -> dict[str, Any]:
+        builder, usage = answer.choices[0].builder, answer.usage()
+        stop_type = "eos" if builder.tokens and builder.tokens[-1].id in builder.hidden else "word"
+        return {
+            "index": 0, "content": text, "stop": True, "model": answer.service.name, "truncated": False,
+            "stop_type": "limit" if builder.reason == "length" else stop_type,
+            "tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+        }  # fmt: skip
 
 
 class ChatForm(Form):
@@ -280,33 +315,35 @@ class Stream(Response):
             async for event in self._events():
                 await send({"type": "http.response.body", "body": event, "more_body": True})
             state["status"] = 200
-            await send({"type": "http.response.body", "body": b"data: [DONE]\n\n"})
+            await send({"type": "http.response.body", "body": self.form.end})
         except asyncio.CancelledError:  # The client disconnected.
             raise
         except BaseException as reason:
             error = self.report(reason)
             state["status"] = error.status
-            await send({"type": "http.response.body", "body": _to_event(error.body())})
+            await send({"type": "http.response.body", "body": _to_events([self.form.failure(self.answer, error)])})
         finally:
             self.answer.end()
 
     async def _events(self) -> AsyncIterator[bytes]:
         answer, form = self.answer, self.form
-        for first_chunk in form.first(answer):
-            yield _to_event(first_chunk)
+        yield _to_events(form.first(answer))
         async for update in answer.run():
             if update is None:
                 yield b": keep-alive\n\n"
             elif len(update[1].tokens) > MAX_TOKENS_IN_LOOP:
-                yield await asyncio.to_thread(lambda chunk: _to_event(form.chunk(answer, *chunk)), update)
+                yield await asyncio.to_thread(lambda chunk: _to_events(form.chunks(answer, *chunk)), update)
             elif update[1] != Delta():
-                yield _to_event(form.chunk(answer, *update))
-        if answer.generation.include_usage:
-            yield _to_event(form.usage_chunk(answer))
+                yield _to_events(form.chunks(answer, *update))
+        yield await asyncio.to_thread(lambda: _to_events(form.last(answer)))
 
 
-def _to_event(values: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(values) + b"\n\n"
+def _to_events(chunks: Iterable[dict[str, Any]]) -> bytes:
+    """Returns chunks as server-sent events, named after the ``type`` of the chunk if it has one."""
+    return b"".join(
+        (f"event: {chunk['type']}\n".encode() if "type" in chunk else b"") + b"data: " + to_json(chunk) + b"\n\n"
+        for chunk in chunks
+    )
 
 
 _LINE_SEPARATORS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}

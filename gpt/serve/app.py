@@ -2,7 +2,7 @@
 
 import asyncio
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, TypeVar
@@ -18,9 +18,10 @@ from gpt.chat import tool_calls
 from gpt.chat.tool_calls import Rendered
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
-from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, Service, Stream
+from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, InfillForm, Service, Stream
 from gpt.serve.choices import Prompt, read_prompt
 from gpt.serve.in_flight import SMALL_BODY, InFlight, busy_error
+from gpt.serve.infill import fill, find_end_ids
 from gpt.serve.inspection import inspect
 from gpt.serve.origins import Guard, error_response
 from gpt.serve.protocol import (
@@ -31,8 +32,10 @@ from gpt.serve.protocol import (
     read_chat,
     read_chat_prompt,
     read_completion,
+    read_infill,
     read_json,
 )
+from gpt.serve.responses import ResponseForm, of_chat, to_chat
 from gpt.system.errors import UserError
 
 BODY_SECONDS = 30.0
@@ -44,7 +47,7 @@ T = TypeVar("T")
 _PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # Routes that need no API key.
 _UNSUPPORTED_APIS = (
     "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
-    "moderations", "realtime", "responses", "threads", "uploads", "vector_stores", "videos",
+    "moderations", "realtime", "threads", "uploads", "vector_stores", "videos",
 )  # fmt: skip
 
 
@@ -65,8 +68,10 @@ class Server:
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
-                ("POST", "/completions", self._completions),
+                ("POST", "/completions", partial(self._complete, read_completion, CompletionForm)),
+                ("POST", "/infill", partial(self._complete, read_infill, InfillForm)),
                 ("POST", "/chat/completions", self._chat),
+                ("POST", "/responses", self._responses),
                 ("GET", "/models", self._models),
                 ("GET", "/models/{id:path}", self._model),
                 ("POST", "/tokenize", self._tokenize),
@@ -250,15 +255,37 @@ class Server:
 
     # Texts
 
-    async def _completions(self, request: Request) -> Response:
+    async def _complete(
+        self, read: Callable[..., tuple[list[str | Sequence[int]], Generation]], form: type[Form], request: Request
+    ) -> Response:
         values, service = await self._read(request)
-        limit, defaults = service.limit_tokens, service.defaults
-        texts, generation = await self._in_thread(request, lambda: read_completion(values, limit, defaults))
-        prompts = await self._in_thread(request, lambda: [_make_prompt(service, text) for text in texts])
-        return await self._generate(request, service, prompts, generation, CompletionForm())
+
+        def make_prompts() -> tuple[list[Prompt], Generation]:
+            texts, generation = read(values, service.limit_tokens, service.defaults)
+            if (gap := generation.gap) is not None:
+                generation = replace(generation, stop_ids=generation.stop_ids | find_end_ids(service.tokenizer))
+                texts = [fill(service.tokenizer, text, gap, service.context_length) for text in texts]
+            return [_make_prompt(service, text) for text in texts], generation
+
+        prompts, generation = await self._in_thread(request, make_prompts)
+        return await self._generate(request, service, prompts, generation, form())
 
     async def _chat(self, request: Request) -> Response:
         values, service = await self._read(request)
+        return await self._generate_chat(request, service, values, ChatForm())
+
+    async def _responses(self, request: Request) -> Response:
+        values, service = await self._read(request)
+        try:
+            form = await self._in_thread(request, lambda: ResponseForm(values, service.defaults))
+            chat_values = await self._in_thread(request, lambda: to_chat(values))
+            return await self._generate_chat(request, service, chat_values, form)
+        except ApiError as error:
+            raise of_chat(error, values) from None
+
+    async def _generate_chat(
+        self, request: Request, service: Service, values: Mapping[str, Any], form: Form
+    ) -> Response:
         limit, defaults = service.limit_tokens, service.defaults
         chat_prompt, generation = await self._in_thread(request, lambda: read_chat(values, limit, defaults))
         rendered = await self._render(request, service, chat_prompt)
@@ -266,7 +293,7 @@ class Server:
         ids = await self._encode(request, service, rendered.text)
         prompt, free_positions = _make_prompt(service, ids, "messages"), service.context_length - len(ids)
         if free_positions < 1:
-            raise _too_long_error("messages", f"{len(ids):,} tokens, which fill the context")
+            raise _too_long_error("messages", f"{len(ids):,} tokens, which fills the context")
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
@@ -274,7 +301,7 @@ class Server:
             generation, config=config, thinking=rendered.thinking, call_format=rendered.call_format,
             tools_grammar=rendered.grammar,
         )  # fmt: skip
-        return await self._generate(request, service, [prompt], generation, ChatForm())
+        return await self._generate(request, service, [prompt], generation, form)
 
     async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> Rendered:
         """Renders a conversation with the chat template."""
@@ -403,15 +430,15 @@ def _stopping_error() -> ApiError:
 
 
 def _too_long_error(field: str, length: str) -> ApiError:
-    verb = "have" if field == "messages" else "has"
-    return ApiError(400, f"{field} {verb} {length}", field, "context_length_exceeded")
+    subject = "the conversation" if field == "messages" else "the prompt"
+    return ApiError(400, f"{subject} has {length}", field, "context_length_exceeded")
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
     message = f"there is no route {request.method} {path:.200}"
     if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _UNSUPPORTED_APIS:
-        message += f": this server has no {name} API, only /v1/completions and /v1/chat/completions"
+        message += f": this server has no {name} API, only completions, chat completions and responses"
     return error_response(ApiError(404, message))
 
 

@@ -53,6 +53,16 @@ def _field_error(name: str, problem: str) -> ApiError:
 
 
 @dataclass(frozen=True)
+class Gap:
+    """What surrounds a text that fills a gap, apart from the text before it."""
+
+    suffix: str
+    start: str = ""  # Text before the gap that is tokenized separately.
+    files: Sequence[tuple[str, str]] = ()  # Names and texts of other files.
+    cuts: bool = False  # Whether to cut long texts.
+
+
+@dataclass(frozen=True)
 class Generation:
     """The settings of a request, without its prompt."""
 
@@ -69,6 +79,7 @@ class Generation:
     call_format: CallFormat | None = None  # If an answer can call tools.
     tools_grammar: str = ""
     token_details: bool = False  # Adds token ids and bytes to completions.
+    gap: Gap | None = None  # Of a completion that fills a gap.
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,7 @@ def read_json(body: bytes) -> dict[str, Any]:
     return values
 
 
-class _Fields:
+class Fields:
     """The fields of a request, validated when read. Null or missing fields get the ``defaults``."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] = types.MappingProxyType({})) -> None:
@@ -112,15 +123,18 @@ class _Fields:
         self.values = {**defaults, **self.values}
 
     def sent_name(self, name: str) -> str:
+        """Returns the name that the client sent for a field."""
         return self._sent_names.get(name, name)
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
+        """Returns a number. Raises `ApiError` unless it is from ``low`` to ``high``."""
         value, name = self.values.get(name, default), self.sent_name(name)
         if type(value) not in (int, float) or not low <= value <= high or not math.isfinite(value):
             raise _field_error(name, f"is {_abbreviate(value)}; it must be a number from {low:g} to {high:g}")
         return float(value)
 
     def count(self, name: str, default: int, low: int, high: int) -> int:
+        """Returns a whole number. Raises `ApiError` unless it is from ``low`` to ``high``."""
         value, name = self.values.get(name, default), self.sent_name(name)
         if type(value) is float and value.is_integer():
             value = int(value)
@@ -137,6 +151,7 @@ class _Fields:
         return value
 
     def flag(self, name: str, default: bool = False) -> bool:
+        """Returns a truth value."""
         return bool(self.value(name, default))
 
     def refuse(self, neutral: Mapping[str, Sequence[Any]]) -> None:
@@ -154,17 +169,17 @@ def _abbreviate(value: Any) -> str:
     return json.dumps(value if not isinstance(value, str) else value[:80])[:80] if scalar else reprlib.repr(value)
 
 
-ALIASES = {  # Field names of llama.cpp's server, Transformers and vLLM.
+ALIASES = {  # Field names of llama.cpp's server, Transformers, vLLM and OpenAI's Responses API.
     "n_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "n_cmpl": "n",
     "no_repeat_ngram_size": "no_repeat_ngram", "guided_choice": "choices", "guided_regex": "regex",
-    "guided_json": "json_schema",
+    "guided_json": "json_schema", "max_output_tokens": "max_tokens",
 }  # fmt: skip
 ANY_OBJECT = {"type": "object"}
 # Unsupported fields that would change the response, with the neutral values that the server accepts. Unlisted fields
 # change nothing, or are unknown to OpenAI, llama.cpp and vLLM.
 REFUSED: Mapping[str, Sequence[Any]] = {
     # OpenAI
-    "suffix": ("",), "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
+    "functions": ([],), "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
     "web_search_options": (), "reasoning_effort": ("none",), "verbosity": ("medium",), "store": (False,),
     "best_of": (1,),
     # llama.cpp
@@ -184,10 +199,16 @@ REFUSED: Mapping[str, Sequence[Any]] = {
 REFUSED_IN_COMPLETIONS: Mapping[str, Sequence[Any]] = {
     "add_special_tokens": (True,), "tools": ([],), "tool_choice": ("none", "auto"),
 }  # fmt: skip
-REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,)}
+REFUSED_IN_CHATS: Mapping[str, Sequence[Any]] = {"add_special_tokens": (False,), "echo": (False,), "suffix": ("",)}
+REFUSED_IN_RESPONSES: Mapping[str, Sequence[Any]] = {
+    "previous_response_id": (), "conversation": (), "background": (False,), "prompt": (), "truncation": ("disabled",),
+    "context_management": ([],), "moderation": (), "n": (1,),
+}  # fmt: skip
+REFUSED_IN_INFILLS: Mapping[str, Sequence[Any]] = {"n": (1,), "echo": (False,), "suffix": ("",)}
+IGNORED_IN_INFILLS = ("samplers", "n_indent", "t_max_predict_ms", "response_fields")  # Editors always send these.
 
 
-def _read_generation(fields: _Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
+def _read_generation(fields: Fields, limit: int, default_tokens: int, chat: bool) -> Generation:
     """Reads the settings of a request. ``default_tokens`` applies if the request sets no token limit."""
     n = fields.count("n", 1, 1, MAX_CHOICES)
     stream, echo = fields.flag("stream"), not chat and fields.flag("echo")
@@ -252,7 +273,7 @@ def _read_stops(value: str | list[Any]) -> tuple[str, ...]:
     return tuple(map(clean, stops))
 
 
-def _read_constraint(fields: _Fields) -> dict[str, Any]:
+def _read_constraint(fields: Fields) -> dict[str, Any]:
     """Reads the constraint: ``choices``, ``regex``, or a schema in ``json_schema`` or ``response_format``."""
     empty_fields = [name for name in ("choices", "regex", "json_schema") if fields.values.get(name) in ([], "")]
     if empty_fields:
@@ -282,7 +303,7 @@ def _read_constraint(fields: _Fields) -> dict[str, Any]:
     return {"choices": tuple(map(clean, choices)), "regex": clean(regex), "json_schema": schema}
 
 
-def _constraint_fields(fields: _Fields) -> list[str]:
+def _constraint_fields(fields: Fields) -> list[str]:
     """Returns the names of the constraint fields in a request."""
     output_format = fields.values.get("response_format", {})
     format_fields = (
@@ -315,12 +336,34 @@ def read_completion(
     values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
 ) -> tuple[list[str | Sequence[int]], Generation]:
     """Reads the prompts and settings of ``/v1/completions``, for at most ``limit`` tokens. Raises `ApiError`."""
-    fields = _Fields(values, defaults)
+    fields = Fields(values, defaults)
     fields.refuse({**REFUSED, **REFUSED_IN_COMPLETIONS})
     if "prompt" not in fields.values:
         raise _field_error("prompt", "is missing")
     generation = _read_generation(fields, limit, min(16, limit), chat=False)
+    if suffix := fields.value("suffix", ""):
+        if generation.echo:
+            raise _field_error("suffix", "cannot be combined with echo")
+        generation = replace(generation, gap=Gap(clean(suffix)))
     return _read_prompts(fields.values["prompt"]), generation
+
+
+def read_infill(
+    values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
+) -> tuple[list[str | Sequence[int]], Generation]:
+    """Reads a request of ``/infill`` like `read_completion`. The prompt is the text before the gap."""
+    fields = Fields(values, defaults)
+    refused = {**REFUSED, **REFUSED_IN_COMPLETIONS, **REFUSED_IN_INFILLS}
+    fields.refuse({name: neutral for name, neutral in refused.items() if name not in IGNORED_IN_INFILLS})
+    files = []
+    for file in fields.value("input_extra", []):
+        name, text = (file.get("filename", "tmp"), file.get("text")) if isinstance(file, dict) else (None, None)
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise _field_error("input_extra", f"has {_abbreviate(file)}; it must be an object with filename and text")
+        files.append((clean(name), clean(text)))
+    prefix, suffix, start = (clean(fields.value(name, "")) for name in ("input_prefix", "input_suffix", "prompt"))
+    generation = _read_generation(fields, limit, limit, chat=False)
+    return [prefix], replace(generation, gap=Gap(suffix, start, files, cuts=True))
 
 
 def _read_prompts(value: Any) -> list[str | Sequence[int]]:
@@ -348,7 +391,7 @@ def _is_text(part: Any) -> bool:
 
 def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]) -> tuple[ChatPrompt, Generation]:
     """Reads a request of ``/v1/chat/completions`` for at most ``limit`` tokens. Raises `ApiError`."""
-    chat_prompt, fields = read_chat_prompt(values), _Fields(values, defaults)
+    chat_prompt, fields = read_chat_prompt(values), Fields(values, defaults)
     generation = _read_generation(fields, limit, limit, chat=True)
     if chat_prompt.tools:
         conflict = "ignore_eos" if generation.config.ignore_eot else generation.constrained_by
@@ -360,7 +403,7 @@ def read_chat(values: Mapping[str, Any], limit: int, defaults: Mapping[str, Any]
 
 def read_chat_prompt(values: Mapping[str, Any]) -> ChatPrompt:
     """Reads the messages of a request and the fields for rendering them. Raises `ApiError`."""
-    fields = _Fields(values)
+    fields = Fields(values)
     fields.refuse({**REFUSED, **REFUSED_IN_CHATS})
     messages = fields.values.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -393,6 +436,8 @@ def _read_message(message: Any) -> dict[str, Any]:
                 "messages", f"has a part of type {_abbreviate(other_type)}; only parts of type text are supported"
             )
         content = "".join(texts) if len(texts) == len(content) else None
+    if role == "developer":  # Most templates don't know OpenAI's newer name, and some drop the message.
+        role = "system"
     if not isinstance(role, str) or not isinstance(content, str):
         raise _field_error(
             "messages", f"has {_abbreviate(message)}; a message needs a role and a content, both strings"
@@ -413,11 +458,11 @@ def _read_call(call: Any) -> dict[str, Any]:
     if checked_call is None:
         problem = f"has the call {_abbreviate(call)}; it needs a function with a name, and arguments that are an object"
         raise _field_error("messages", problem)
-    function = _clean_object("messages", checked_call["function"])
+    function = clean_object("messages", checked_call["function"])
     return {"id": clean(str(checked_call.get("id", ""))), "type": "function", "function": function}
 
 
-def _read_tools(fields: _Fields) -> Tools | None:
+def _read_tools(fields: Fields) -> Tools | None:
     """Returns the functions that the answer can call, or None."""
     tools, choice = fields.value("tools", []), fields.values.get("tool_choice", "auto")
     is_parallel = fields.flag("parallel_tool_calls", True)
@@ -432,7 +477,7 @@ def _read_tools(fields: _Fields) -> Tools | None:
         raise _field_error("tool_choice", f"is {_abbreviate(choice)}; it must be {what}")
     if not tools or choice == "none":
         return None
-    specs = _clean_object("tools", {"tools": tools})["tools"]
+    specs = clean_object("tools", {"tools": tools})["tools"]
     return Tools(specs, [str(chosen_name)] if named else names, choice != "auto", is_parallel)
 
 
@@ -442,13 +487,13 @@ _RESERVED_VARIABLES = (
 )  # fmt: skip
 
 
-def _read_variables(fields: _Fields) -> Mapping[str, Any]:
+def _read_variables(fields: Fields) -> Mapping[str, Any]:
     """Returns additional variables for the chat template."""
     name = "chat_template_kwargs"
     values = fields.value(name, {})
     if "enable_thinking" in fields.values:  # Some clients, like Alibaba's, send this variable as a top-level field.
         values = {"enable_thinking": fields.flag("enable_thinking"), **values}
-    cleaned = _clean_object(name, values)
+    cleaned = clean_object(name, values)
     if (length := len(json.dumps(values, ensure_ascii=False))) > MAX_VARIABLES_LENGTH:
         raise _field_error(name, f"has {length:,} characters; the limit is {MAX_VARIABLES_LENGTH:,}")
     for key in values:
@@ -457,7 +502,7 @@ def _read_variables(fields: _Fields) -> Mapping[str, Any]:
     return cleaned
 
 
-def _clean_object(name: str, values: dict[str, Any]) -> dict[str, Any]:
+def clean_object(name: str, values: dict[str, Any]) -> dict[str, Any]:
     """Returns a copy without unpaired surrogates. Raises `ApiError` if a template could not print it."""
     level: list[Any] = [values]
     for _ in range(MAX_DEPTH):

@@ -39,7 +39,7 @@ _END_WORDS = {
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
 # and at the tokens that these keys name, or else at a token with one of these texts.
-_FIM_WORDS = {
+FIM_WORDS = {
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
@@ -52,7 +52,7 @@ _LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 def end_ids(words: Mapping[str, int], given: Mapping[str, int]) -> list[int]:
     """Returns the ids at which llama.cpp stops, by the texts of all tokens and the ids that the file's keys name."""
     ends = [given[key] for key in END_KEYS if key in given] + sorted(words[text] for text in _END_WORDS & words.keys())
-    for key, texts in _FIM_WORDS.items():
+    for key, texts in FIM_WORDS.items():
         ends += [given[key]] if key in given else [words[text] for text in texts if text in words]
     has_calls = {"<|call|>", "<|calls|>"} & words.keys() and {"<|return|>", "<|flush|>"} & words.keys()
     continuing = ("<|end|>" if has_calls else "", "</s>" if "<|tool_response>" in words else "")
@@ -73,7 +73,7 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> tuple[dict[str, 
     check_text(f"a token or the chat template of {where}", "".join((*tokens, template)), HINT)
     types = _numbers(metadata, "token_type", np.full(len(tokens), _NORMAL), where)
     given = {"bos": 1, "eos": 2} if kind == "llama" and len(tokens) > 2 else {}  # llama.cpp's defaults.
-    for name in ("bos", *END_KEYS, *_FIM_WORDS):
+    for name in ("bos", *END_KEYS, *FIM_WORDS):
         id = read_value(metadata, f"tokenizer.ggml.{name}_token_id", -1, where)
         given |= {name: id} if 0 <= id < len(tokens) else {}
     ends = end_ids(words, given)

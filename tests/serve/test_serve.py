@@ -100,7 +100,7 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # Request fields, and
     ),
     ({"speculate": 4, "temperature": 0, "max_tokens": 30}, {"greedy": True, "max_tokens": 30}),
     ({"max_tokens": 0}, {"max_tokens": 0}),
-    ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": None}, {}),
+    ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": ""}, {}),
 ]  # fmt: skip
 
 
@@ -447,30 +447,37 @@ def documented_fields(prefix: str) -> set[str]:
 ROUTES = (
     ("/v1/completions", {"prompt": PROMPT}, {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS}),
     ("/v1/chat/completions", {"messages": CHAT}, {**protocol.REFUSED, **protocol.REFUSED_IN_CHATS}),
+    (
+        "/v1/responses",
+        {"input": CHAT},
+        {**protocol.REFUSED, **protocol.REFUSED_IN_CHATS, **protocol.REFUSED_IN_RESPONSES},
+    ),
 )
 
 
-@pytest.mark.parametrize("route, body, refused", ROUTES, ids=["completions", "chats"])
+@pytest.mark.parametrize("route, body, refused", ROUTES, ids=["completions", "chats", "responses"])
 def test_unsupported_fields_are_refused_or_ignored(
     chat: Served, route: str, body: dict[str, Any], refused: dict[str, Any]
 ) -> None:
-    body = {**body, "seed": 0, "max_tokens": 4}
-    expected = chat.ask(route, **body)["choices"]
+
+    def ask(**fields: Any) -> Any:
+        answer = chat.ask(route, **body, seed=0, max_tokens=4, **fields)
+        return answer["choices"] if "choices" in answer else answer["output"][0]["content"]
+
+    expected = ask()
     for at in range(max(map(len, refused.values()))):
-        neutral = {name: values[at % len(values)] for name, values in refused.items() if values}
-        assert chat.ask(route, **body, **neutral)["choices"] == expected
-    assert chat.ask(route, **body, **dict.fromkeys(refused))["choices"] == expected
+        assert ask(**{name: values[at % len(values)] for name, values in refused.items() if values}) == expected
+    assert ask(**dict.fromkeys(refused)) == expected
     for name, value in zip(refused, itertools.cycle(("x", 0.5, {"a": 1})), strict=False):
         error = chat.refuse(route, **body, **{name: value})
         assert error["param"] == name
         assert name in error["message"]
     for value in (0, 0.5, "x", [1], {"a": 1}, True):
-        assert chat.ask(route, **body, **dict.fromkeys(documented_fields("accepted"), value))["choices"] == expected
+        assert ask(**dict.fromkeys(documented_fields("accepted"), value)) == expected
 
 
 def test_docs_list_every_field() -> None:
-    refused_fields = {**protocol.REFUSED, **protocol.REFUSED_IN_COMPLETIONS, **protocol.REFUSED_IN_CHATS}
-    assert documented_fields("not supported") == set(refused_fields)
+    assert documented_fields("not supported") == {name for _, _, refused in ROUTES for name in refused}
     assert documented_fields("other names") == set(protocol.ALIASES)
     assert len(documented_fields("accepted")) > 30
 

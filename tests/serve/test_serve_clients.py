@@ -82,6 +82,27 @@ def test_structured_output_works(client: Any) -> None:
     assert answer.choices[0].text in ("a", "b")
 
 
+def test_responses_and_streams_agree(client: Any) -> None:
+    from pydantic import BaseModel
+
+    class Answer(BaseModel):
+        a: Literal[1, "b"]
+
+    body = {"model": "tiny", "input": "the cat", "extra_body": {"seed": 1}}
+    response = client.responses.create(**body, max_output_tokens=8)
+    assert (response.status, response.usage.output_tokens) == ("incomplete", 8)
+    events = list(client.responses.create(**body, max_output_tokens=8, stream=True))
+    assert "".join(getattr(event, "delta", "") for event in events) == response.output_text
+    assert events[-1].response.output_text == response.output_text
+    parsed = client.responses.parse(**body, text_format=Answer).output_parsed
+    assert isinstance(parsed, Answer)
+    with client.responses.stream(**body, text_format=Answer) as stream:
+        assert stream.get_final_response().output_parsed == parsed
+    with pytest.raises(openai.BadRequestError) as error:
+        client.responses.create(**body, previous_response_id=response.id)
+    assert error.value.param == "previous_response_id"
+
+
 def test_errors_raise_openai_exceptions(client: Any, server: Served) -> None:
     create = client.completions.create
     with pytest.raises(openai.BadRequestError) as error:

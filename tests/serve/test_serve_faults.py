@@ -28,7 +28,7 @@ from gpt.config.serve import ServeConfig
 from gpt.decoding import constraint
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.engine import Engine
-from gpt.serve import answers, app, choices, in_flight, server
+from gpt.serve import answers, app, choices, in_flight, protocol, server
 from gpt.serve.choices import Prompt
 from gpt.system.errors import UserError
 from gpt.system.files import Stamps
@@ -498,12 +498,12 @@ class Panic(BaseException):
     """Like a Rust panic (`pyo3_runtime.PanicException`), not an Exception."""
 
 
-def raise_panic(*args: object) -> Any:
+def raise_panic(*args: object, **options: object) -> Any:
     raise Panic("at the disco")
 
 
 @pytest.mark.parametrize("owner, name", [
-    (Engine, "step"), (Engine, "add"), (ConstraintCache, "find"), (app, "read_completion"), (app, "read_prompt"),
+    (Engine, "step"), (Engine, "add"), (ConstraintCache, "find"), (protocol, "_read_generation"), (app, "read_prompt"),
     (answers, "completion_logprobs"),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])

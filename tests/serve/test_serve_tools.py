@@ -1,4 +1,4 @@
-"""Tool calls and reasoning in `gpt serve` and `gpt chat`."""
+"""Tool calls, reasoning and the Responses API in `gpt serve`, and tool calls in `gpt chat`."""
 
 import contextlib
 import json
@@ -23,6 +23,7 @@ from gpt.chat.tool_calls import PLAIN, AnswerParser, CallFormat, Parts, Tools
 from gpt.config.model import GPTConfig
 from gpt.config.sample import SampleConfig
 from gpt.decoding.constraint import Constraint, ConstraintCache, Thinking
+from gpt.serve.responses import to_chat
 from gpt.tokenizers.finding import find_tokenizer
 from gpt.tokenizers.saving import add_specials
 from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, bytes_tokenizer
@@ -584,3 +585,174 @@ def test_chat_refuses_tools(
     result = gpt("chat", "--tools", "tools.json", *options, stdin=b"Hi\n")
     assert (result.code, result.out) == (2, "")
     assert message in result.err
+
+
+RESPONSES = "/v1/responses"
+FUNCTIONS = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]  # type: ignore[dict-item]
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": each} for each in texts]
+
+
+@pytest.mark.parametrize(
+    "request_values, messages",
+    [
+        ({"input": "1 + 2?"}, [{"role": "user", "content": text("1 + 2?")}]),
+        (
+            {
+                "instructions": "Be kind.",
+                "input": [
+                    {"role": "developer", "content": "Be brief."},
+                    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "1 + "}, {"type": "input_text", "text": "2?"}]},
+                    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "So"}]},
+                    {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [{"type": "output_text", "text": "Wait.", "annotations": []}]},
+                    {"type": "function_call", "call_id": "call00001", "name": "add", "arguments": "{}"},
+                    {"type": "function_call", "call_id": "call00002", "name": "now", "arguments": "{}"},
+                    {"type": "function_call_output", "call_id": "call00001", "output": "3"},
+                    {"type": "function_call_output", "call_id": "call00002", "output": [{"type": "input_text", "text": "noon"}]},
+                    {"type": "reasoning", "summary": [{"type": "summary_text", "text": "It is."}]},
+                    {"role": "assistant", "content": "It is 3."},
+                    {"role": "assistant", "content": "At noon."},
+                    {"type": "function_call", "call_id": "call00003", "name": "now", "arguments": "{}"},
+                ],
+            },
+            [
+                {"role": "system", "content": text("Be kind.", "\n\n", "Be brief.")},
+                {"role": "user", "content": text("1 + ", "2?")},
+                {"role": "assistant", "reasoning_content": "So", "content": [{"type": "text", "text": "Wait.", "annotations": []}], "tool_calls": [
+                    {"id": "call00001", "function": {"name": "add", "arguments": "{}"}},
+                    {"id": "call00002", "function": {"name": "now", "arguments": "{}"}},
+                ]},
+                {"role": "tool", "tool_call_id": "call00001", "content": text("3")},
+                {"role": "tool", "tool_call_id": "call00002", "content": text("noon")},
+                {"role": "assistant", "reasoning_content": "It is.", "content": text("It is 3.")},
+                {"role": "assistant", "content": text("At noon."), "tool_calls": [{"id": "call00003", "function": {"name": "now", "arguments": "{}"}}]},
+            ],
+        ),
+    ],
+    ids=["text", "items"],
+)  # fmt: skip
+def test_items_become_messages(request_values: dict[str, Any], messages: list[Any]) -> None:
+    assert to_chat(request_values)["messages"] == messages
+
+
+def stream_response(server: Served, **body: Any) -> tuple[Any, list[Any]]:
+    """Returns the response at the end of a stream, and its events."""
+    answer = server.post(RESPONSES, stream=True, **body)
+    assert answer.status_code == 200, answer.text
+    events = []
+    for number, block in enumerate(answer.text.strip().split("\n\n")):
+        name, data = block.split("\n")
+        events.append(event := json.loads(data.removeprefix("data: ")))
+        assert (name, event["sequence_number"]) == (f"event: {event['type']}", number)
+    return events[-1]["response"], events
+
+
+def without_ids(response: Any) -> Any:
+    """Returns a response without what differs between two equal requests."""
+    items = [{key: value for key, value in item.items() if key not in ("id", "call_id")} for item in response["output"]]
+    return {**response, "output": items, "id": 0, "created_at": 0, "completed_at": 0, "usage": 0}
+
+
+REASONED = "So é.\n</think>\n\nyes"
+CALLED = f"Wait é.\n<tool_call>\n{ADD_CALL}{BETWEEN}{NOW_CALL}\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    "template, script_text, fields, status, items",
+    [
+        (QWEN, CALLED, {"tools": FUNCTIONS}, "completed", ["message:Wait é.", 'function_call:{"a": 1, "b": "\\"}"}', "function_call:{}"]),
+        (QWEN, CALLED, {"tools": FUNCTIONS, "max_output_tokens": 60}, "incomplete", ["message:Wait é.", 'function_call:{"a": 1, "']),
+        (QWEN, CALLED, {"tools": FUNCTIONS, "tool_choice": {"type": "function", "name": "now"}, "parallel_tool_calls": False}, "completed", ["function_call:{}"]),
+        (R1, REASONED, {"choices": ["yes", "no"]}, "completed", ["reasoning:So é.", "message:yes"]),
+        (R1, REASONED, {"choices": ["yes", "no"], "max_output_tokens": 3}, "incomplete", ["reasoning:So "]),
+        (R1, "no", {"choices": ["yes", "no"], "reasoning": {"effort": "none", "summary": "auto"}}, "completed", ["message:no"]),
+        (QWEN, '{"a":1}', {"text": {"format": {"type": "json_schema", "name": "add", "schema": ADD}, "verbosity": "medium"}}, "completed", ['message:{"a":1}']),
+        (QWEN, "{}", {"text": {"format": {"type": "json_object"}}, "top_logprobs": 2}, "completed", ["message:{}"]),
+        (QWEN, "ab", {"regex": "ab", "stop": "ab"}, "completed", ["message:"]),
+    ],
+    ids=["calls", "cut off", "named", "reasoning", "only reasoning", "no reasoning", "schema", "object", "empty"],
+)  # fmt: skip
+def test_response_has_the_items_of_a_chat(
+    model: LanguageModel, script: list[str], template: str, script_text: str, fields: dict[str, Any], status: str, items: list[str]
+) -> None:  # fmt: skip
+    script[0] = script_text
+    body = {"input": "1 + 2?", "instructions": "Be kind.", "metadata": {"a": "\ud800"}, **fields}
+    with served(replace(model, tokenizer=with_template(model.tokenizer, template)), chunk=256) as server:
+        response = server.ask(RESPONSES, **body)
+        streamed, events = stream_response(server, **body)
+        assert server.ask(CHAT, **to_chat(body))["usage"]["prompt_tokens"] == response["usage"]["input_tokens"]
+    assert without_ids(response) == without_ids(streamed)
+    assert (response["status"], response["metadata"], response["top_p"]) == (status, {"a": "\ufffd"}, 1.0)
+    assert response["incomplete_details"] == ({"reason": "max_output_tokens"} if status == "incomplete" else None)
+    texts = [item["arguments"] if "arguments" in item else item["content"][0]["text"] for item in response["output"]]
+    assert [f"{item['type']}:{text}" for item, text in zip(response["output"], texts, strict=True)] == items
+    if "top_logprobs" in fields:
+        (part,) = response["output"][0]["content"]
+        assert [len(token["top_logprobs"]) for token in part["logprobs"]] == [2, 2]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    assert (kinds[:2], kinds[-1]) == (["created", "in_progress"], status)
+    for index, (item, text) in enumerate(zip(streamed["output"], texts, strict=True)):
+        part = [event for event in events if event.get("output_index") == index]
+        assert (part[0]["type"], part[-1]["type"]) == ("response.output_item.added", "response.output_item.done")
+        assert part[0]["item"]["status"] == "in_progress" and part[-1]["item"] == item
+        assert {event.get("item_id", item["id"]) for event in part} == {item["id"]}
+        assert "".join(event.get("delta", "") for event in part) == text
+    pytest.importorskip("openai")
+    from openai.types import responses
+    from pydantic import TypeAdapter
+
+    responses.Response.model_validate(response)
+    for event in events:
+        TypeAdapter(responses.ResponseStreamEvent).validate_python(event)
+
+
+def test_response_that_is_sent_back_continues_the_cached_conversation(server: Served, script: list[str]) -> None:
+    script[0] = f"<tool_call>\n{ADD_CALL}\n</tool_call>"
+    first = server.ask(RESPONSES, input="1 + 2?", tools=FUNCTIONS)
+    result = {"type": "function_call_output", "call_id": first["output"][0]["call_id"], "output": "3"}
+    script[0] = "It is 3."
+    second = server.ask(RESPONSES, input=[QUESTION, *first["output"], result], tools=FUNCTIONS)
+    assert second["output"][0]["content"][0]["text"] == "It is 3."
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] >= first["usage"]["total_tokens"] - 1
+
+
+@pytest.mark.parametrize(
+    "fields, param, message",
+    [
+        ({"input": None}, "input", "input is missing"),
+        ({"input": 5}, "input", "input is 5"),
+        ({"input": []}, "input", "input must be a list of at least one message"),
+        ({"input": "a" * 9999}, "input", "the conversation has"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "'item_reference'"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input", "input has a part of type \"input_image\""),
+        ({"input": [{"type": "reasoning", "summary": 1}, {"type": "function_call", "name": 1}]}, "input", "input has the call"),
+        ({"input": [{"type": "function_call_output", "output": {}}]}, "input", "needs a role and a content"),
+        ({"input": [{}]}, "input", "needs a role and a content"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
+        ({"tools": [{"type": "function"}]}, "tools", "must be a function named"),
+        ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice", "one of the 0 functions"),
+        ({"text": {"format": {"type": "x"}}}, "text.format", "text.format must be of type"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is not supported"),
+        ({"text": {"format": {"type": "json_object"}}, "tools": FUNCTIONS}, "text.format", "text.format cannot be combined"),
+        ({"reasoning": {"effort": "high"}}, "reasoning.effort", "reasoning.effort is not supported"),
+        ({"max_output_tokens": "x"}, "max_output_tokens", "max_output_tokens is"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id", "not supported"),
+        ({"store": True}, "store", "not supported"),
+        ({"n": 2}, "n", "not supported"),
+        ({"model": "x"}, "model", "there is no model"),
+    ],
+    ids=lambda value: f"{value!s:.40}",
+)  # fmt: skip
+def test_invalid_responses_are_refused_by_name(server: Served, fields: Any, param: str, message: str) -> None:
+    error = server.refuse(RESPONSES, 404 if "model" in fields else 400, **{"input": "a", **fields})
+    assert error["param"] == param
+    assert message in error["message"], error["message"]
+
+
+def test_failed_response_ends_with_an_event(server: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.service.worker.engine, "step", lambda: 1 / 0)
+    response, events = stream_response(server, input="a")
+    assert (events[-1]["type"], response["status"]) == ("response.failed", "failed")
+    assert "division" in response["error"]["message"]
