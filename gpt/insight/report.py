@@ -39,6 +39,7 @@ class History:
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
     samples: list[events.SampleEvent] = field(default_factory=list)
+    frames: list[events.FrameEvent] = field(default_factory=list)
     rollbacks: list[events.RollbackEvent] = field(default_factory=list)
     resumes: list[events.ResumeEvent] = field(default_factory=list)
     end: events.EndEvent | None = None
@@ -56,6 +57,8 @@ class History:
                 self.evals.append(event)
             case events.SampleEvent():
                 self.samples.append(event)
+            case events.FrameEvent():
+                self.frames.append(event)
             case events.RollbackEvent():
                 self._drop_after(event.step)
                 self.rollbacks.append(event)
@@ -72,6 +75,7 @@ class History:
             _remove_after(self.steps, step)
             _remove_after(self.evals, step)
             _remove_after(self.samples, step)
+            _remove_after(self.frames, step)
         self.end = None
 
     @property
