@@ -30,6 +30,9 @@ def report(
         str | None,
         option(metavar="TEXT", help="Also compare the losses on TEXT, to see what was forgotten (--before-after)"),
     ] = None,
+    watch: Annotated[
+        bool, option("--watch", help="Show a run in a browser while it trains, here or elsewhere, or as it was")
+    ] = False,
     out: OutPage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -43,6 +46,8 @@ def report(
     gpt report runs/tuned --before-after --also wikitext-2
     """
     page.check_out(out)
+    if watch:
+        return _watch(runs, {"--before-after": before_after, "--also": also, "--out": out, "--json": json})
     run_reports = _read_reports(runs, quiet)
     if before_after or also is not None:
         run_reports = [_compare(run_report, also, quiet) for run_report in run_reports]
@@ -54,6 +59,22 @@ def report(
         page=lambda: json_report.report_page(run_reports),
         terminal=lambda: render_report.reports(run_reports),
     )  # fmt: skip
+
+
+def _watch(runs: list[str] | None, others: dict[str, object]) -> None:
+    """Serves the page of a run until Ctrl-C. Raises `UserError` for several runs, a curve file, or other options."""
+    if given := next((name for name, value in others.items() if value), None):
+        raise UserError(f"{given} cannot be combined with --watch", "leave one of them out")
+    if runs and len(runs) > 1:
+        raise UserError(f"--watch shows one run, and {len(runs)} are given", "use a command for each of them")
+    from gpt.insight.report import find_run
+
+    from ..show import live
+
+    run = find_run(runs[0] if runs else None)
+    if run.is_file():
+        raise UserError(f"--watch shows a run, and {run} is a file", "give the folder of a run")
+    live.serve(run, render.note)
 
 
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":

@@ -1,6 +1,8 @@
 """``gpt train``."""
 
+import contextlib
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -34,6 +36,9 @@ def train(
     print_config: Annotated[
         bool, option("--print-config", help="Print the settings as TOML and exit", rich_help_panel="Run")
     ] = False,
+    watch: Annotated[
+        bool, option("--watch", help="Show the run in a browser: what it learns, as it learns", rich_help_panel="Run")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -59,11 +64,16 @@ def train(
         inputs.announce_stdin(text)
     with progress.startup_spinner(quiet):
         from gpt.training import run
-    with progress.TrainDisplay(quiet) as display:
+    with progress.TrainDisplay(quiet) as display, contextlib.ExitStack() as until_ended:
+        listen: Callable[[Any], None] = display
+        if watch:
+            from ..show import live
+
+            listen = until_ended.enter_context(live.watching(display, render.note))
         if resume is None:
-            result = run.train(text or [], settings, display, start_time)
+            result = run.train(text or [], settings, listen, start_time)
         else:
-            result = run.resume(resume or None, given, text or [], display, start_time)
+            result = run.resume(resume or None, given, text or [], listen, start_time)
     if environment.rank():
         return
     render.json_line(json_results.result(result)) if json else render.result(result, quiet)

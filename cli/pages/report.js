@@ -1,11 +1,5 @@
 // A report on runs: overlaid curves, settings, samples and copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
-// Formats a duration as the terminal does: 47 s, 3 min 20 s, 2 h 05 min.
-const formatSeconds = (seconds) => {
-  if (seconds === null || seconds === undefined) return "–";
-  const whole = Math.round(seconds), two = (number) => String(Math.floor(number)).padStart(2, "0");
-  return whole < 60 ? `${whole} s` : whole < 3600 ? `${Math.floor(whole / 60)} min ${two(whole % 60)} s` : `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
-};
 // Returns a run's steps, or its evaluations if it has no steps, as in curves of other programs.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
@@ -104,6 +98,10 @@ function copiedSpan({ text, length, count, passages }, origins) {
   return el("mark", { role: "button", tabindex: 0, "aria-pressed": "false", onclick: show, onkeydown: press }, text);
 }
 
+if (runs.length === 1 && runs[0].frames.length) {
+  const film = makeFilm();
+  runs[0].frames.forEach(film.add);
+}
 const copying = section("Copying", runs.filter((run) => run.steps.step.length).map((run) => {
   const copied = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
   if (!copied) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured, because the training tokens are missing." : "no samples."));

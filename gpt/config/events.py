@@ -81,7 +81,7 @@ class FrameEvent(Event):
     probabilities: list[float]  # (T - 1)
     heads: list[list[int]]  # layer and head of each pattern
     kinds: list[str]  # what each head mostly attends to, or "" (`gpt.insight.inspect.KINDS`)
-    attention: str  # base64 of a byte per weight, 255 for 1: the lower triangles of the patterns, (heads, T (T + 1) / 2)
+    attention: str  # base64 of the patterns' lower triangles, (heads, T (T + 1) / 2), with 255 for a weight of 1
     layers: list[int]  # blocks before each row of the lens; 0 is the embedding
     lens: list[list[str]]  # (layers, T)
     lens_probabilities: list[list[float]]  # (layers, T)

@@ -114,6 +114,18 @@ def read_history(run: Path) -> History:
     return history
 
 
+def read_held_out_losses(run: Path, max_points: int = 200) -> list[tuple[float, float]]:
+    """Returns a run's held-out losses with their seconds. Skips all other lines of the metrics, which can be many.
+    Returns nothing if the metrics are missing or damaged."""
+    history = History()
+    with contextlib.suppress(UserError, OSError), open_regular(run / folder.METRICS, limit=LINES_LIMIT) as file:
+        for line in read_lines(file):
+            if line.startswith((b'{"event": "eval"', b'{"event": "teacher"')):
+                history.add(events.from_json(line))
+    points = [(each.seconds, each.val_loss) for each in history.evals if math.isfinite(each.val_loss)]
+    return points[:: 1 + len(points) // max_points]
+
+
 @dataclass(frozen=True)
 class Copying:
     """The spans that each sample shares with the training text."""

@@ -18,11 +18,10 @@ from gpt.system.files import read_regular
 from gpt.training.context import RunContext
 from gpt.training.evaluation import sample_lines
 from gpt.training.recipe import Recipe
-from gpt.training.state import TrainState
 from gpt.training.strategy import Strategy
 
 MAX_FRAMES = 100  # of a model, so that the metrics stay small
-MAX_SHARE = 0.015  # of the time in steps
+MAX_SHARE = 0.02  # of the time since the last frame
 SAMPLE_TOKENS = SENTENCE_TOKENS = 24
 CONTEXT_TOKENS = 8  # of the prompt, before an answer that is watched
 MAX_SENTENCE_BYTES = 2000
@@ -36,13 +35,13 @@ class Film:
         self.run, self.recipe = run, recipe
         self.size = min(SENTENCE_TOKENS, recipe.model.block_size)
         self.passage = self._choose_passage(held_out)
-        self.progress, self.frame_seconds, self.seconds = -1.0, 0.0, 0.0  # the last frame's, and the time of all
+        self.progress, self.due_time = -math.inf, -math.inf  # the last frame's progress; when time allows the next one
 
-    def take(self, strategy: Strategy, state: TrainState, progress: float, is_last: bool) -> dict[str, Any] | None:
+    def take(self, strategy: Strategy, progress: float, is_last: bool) -> dict[str, Any] | None:
         """Returns a frame if it is due, given the run's ``progress`` from 0 to 1. Runs on all ranks. Raises `Stopped`
         after a signal."""
         run, start = self.run, time.perf_counter()
-        ids = run.world.broadcast_object(lambda: self._choose_ids() if self._is_due(state, progress) or is_last else [])
+        ids = run.world.broadcast_object(lambda: self._choose_ids() if is_last or self._is_due(progress) else [])
         if not ids:
             return None
         frame: dict[str, Any] = {"pieces": [inspect.token_text(run.data.tokenizer, id) for id in ids]}
@@ -54,13 +53,13 @@ class Film:
         except NotANumber:  # The loop itself handles a model that diverges.
             return None
         text = sample_lines(run, strategy, run.compute, self.recipe.seed, SAMPLE_TOKENS)
-        self.progress, self.frame_seconds = progress, time.perf_counter() - start
-        self.seconds += self.frame_seconds
+        if self.progress >= 0:  # The first frame takes longer, because it loads code.
+            self.due_time = time.perf_counter() + (time.perf_counter() - start) / MAX_SHARE
+        self.progress = progress
         return {"text": text, "prompt": run.data.prompt, **frame}
 
-    def _is_due(self, state: TrainState, progress: float) -> bool:
-        is_affordable = self.seconds + self.frame_seconds <= MAX_SHARE * state.step_seconds
-        return is_affordable and progress >= self.progress + 1 / MAX_FRAMES
+    def _is_due(self, progress: float) -> bool:
+        return progress >= self.progress + 1 / MAX_FRAMES and time.perf_counter() >= self.due_time
 
     def _choose_ids(self) -> list[int]:
         """Returns the ids of the user's sentence, or those of the passage if there is none."""
@@ -82,7 +81,8 @@ class Film:
         if not self.run.data.rows:
             tokens = [self.run.data.tokenizer.decode_bytes([id]) for id in ids[: len(ids) // 2].tolist()]
             start = next((at + 1 for at, token in enumerate(tokens) if token.endswith(b"\n")), 0)
-        return ids[start : start + self.size].tolist()
+        passage: list[int] = ids[start : start + self.size].tolist()
+        return passage
 
     def _score(self, strategy: Strategy, ids: list[int]) -> dict[str, Any]:
         """Returns only the probabilities, because patterns and lens need whole weights outside of the forward pass."""
@@ -90,8 +90,8 @@ class Film:
         losses = next(score_windows(strategy.model, [window], self.run.compute))[1] if len(ids) > 1 else np.zeros(0)
         if not np.isfinite(losses).all():
             raise NotANumber("a probability is not finite")
-        empty: dict[str, Any] = dict.fromkeys(("heads", "kinds", "layers", "lens", "lens_probabilities"), [])
-        return {"probabilities": np.exp(-losses).tolist(), "attention": "", **empty}
+        missing = {"heads": [], "kinds": [], "attention": "", "layers": [], "lens": [], "lens_probabilities": []}
+        return {"probabilities": np.exp(-losses).tolist(), **missing}
 
     def _inspect(self, strategy: Strategy, ids: list[int]) -> dict[str, Any]:
         """Returns what `gpt inspect` shows of the sentence, for some heads and layers."""

@@ -318,7 +318,7 @@ class Trainer:
     def take_frame(self, is_last: bool = False) -> None:
         """Adds a frame to the film if it is due."""
         progress = self.position / self.recipe.steps
-        frame = self.stepper.run_eagerly(lambda: self.film.take(self.strategy, self.state, progress, is_last))
+        frame = self.stepper.run_eagerly(lambda: self.film.take(self.strategy, progress, is_last))
         if frame is not None:
             self.journal.emit(events.FrameEvent, **frame)
 
