@@ -1,11 +1,13 @@
 """``gpt report``."""
 
+import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.system.errors import UserError
+from gpt.system.errors import Interrupted, UserError
+from gpt.system.interrupt import StopSignal
 
 from .. import inputs
 from ..options import Json, OutPage, Quiet, option
@@ -62,7 +64,8 @@ def report(
 
 
 def _watch(runs: list[str] | None, others: dict[str, object]) -> None:
-    """Serves the page of a run until Ctrl-C. Raises `UserError` for several runs, a curve file, or other options."""
+    """Serves the page of a run until a signal arrives. Raises `UserError` for several runs, a curve file, or other
+    options, and `Interrupted` at the end."""
     if given := next((name for name, value in others.items() if value), None):
         raise UserError(f"{given} cannot be combined with --watch", "leave one of them out")
     if runs and len(runs) > 1:
@@ -74,7 +77,10 @@ def _watch(runs: list[str] | None, others: dict[str, object]) -> None:
     run = find_run(runs[0] if runs else None)
     if run.is_file():
         raise UserError(f"--watch shows a run, and {run} is a file", "give the folder of a run")
-    live.serve(run, render.note)
+    with StopSignal() as stop, live.serving(run, render.note):
+        while stop.signum is None:
+            time.sleep(live.POLL_SECONDS)
+    raise Interrupted(stop.signum, "the page has ended; a run that is training continues")
 
 
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":

@@ -2,13 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from gpt.config import events
 from gpt.config.settings import to_toml
 from gpt.config.train import TrainConfig
 from gpt.parallel import environment
@@ -65,11 +65,14 @@ def train(
     with progress.startup_spinner(quiet):
         from gpt.training import run
     with progress.TrainDisplay(quiet) as display, contextlib.ExitStack() as until_ended:
-        listen: Callable[[Any], None] = display
-        if watch:
-            from ..show import live
 
-            listen = until_ended.enter_context(live.watching(display, render.note))
+        def listen(event: Any) -> None:
+            if watch and isinstance(event, events.Opened):
+                from ..show import live
+
+                until_ended.enter_context(live.serving(Path(event.run), render.note))
+            display(event)
+
         if resume is None:
             result = run.train(text or [], settings, listen, start_time)
         else:

@@ -93,14 +93,16 @@ function thin(points) {
   });
 }
 function drawChart() {
+  const longest = Math.max(run.seconds ?? 0, 2 * (newest(stepEvents)?.seconds ?? 0)); // An earlier run can be much longer.
   const [seconds, name] = unit(), at = (event, key) => [event.seconds / seconds, event[key]], held = { dash: "5 4", dots: true }, grey = { colour: "--soft", pale: true };
-  const curves = [...run.earlier.map(({ name, points }) => ({ name, ...grey, points: points.map(([x, y]) => [x / seconds, y]) })),
+  const curves = [...run.earlier.map(({ name, points }) => ({ name, ...grey, points: points.filter(([x]) => x <= longest).map(([x, y]) => [x / seconds, y]) })),
     { name: "training", colour: "--c0", points: thin(stepEvents.map((event) => at(event, "loss"))) },
     { name: "held-out", colour: "--c1", ...held, points: evals.map((event) => at(event, "val_loss")) }].filter((curve) => curve.points.length);
   const xs = curves.flatMap((curve) => curve.points.map((point) => point[0])), span = [Math.min(...xs), Math.max(...xs)];
   if (curves.length) for (const [name, level] of Object.entries(run.levels)) curves.push({ name, colour: "--soft", dash: "1 5", level: true, points: span.map((x) => [x, level]) });
+  const known = newest(stepEvents) ?? {}, kind = "margin" in known ? "nats per preference" : "reward" in known ? "minus the reward" : "nats per token";
   const hadFocus = chart.contains(document.activeElement);
-  chart.replaceChildren(lineChart({ name: "loss", title: `Loss${run.unit ? `, ${run.unit}` : ""}`, x: name, series: curves, height: 320, memory,
+  chart.replaceChildren(lineChart({ name: "loss", title: `Loss, ${kind}`, x: name, series: curves, height: 320, memory,
     legend: [["training", { colour: "--c0" }], ["held-out", { colour: "--c1", ...held }], ...(run.earlier.length ? [["earlier runs", grey]] : [])] }));
   if (hadFocus) chart.querySelector("figure > svg")?.focus({ preventScroll: true });
 }
@@ -126,11 +128,12 @@ function draw() {
   if (isOver) drawResult();
 }
 function drawResult() {
-  const finished = end.checkpoint !== null, commands = finished ? run.commands : [run.resume];
+  const finished = end.checkpoint !== null, commands = finished ? [`${run.chat ? "gpt chat" : 'gpt sample "Once upon"'} -m ${run.path}`, `gpt report ${run.path} -o film.html`,
+    `gpt inspect attention "Once upon a time" -m ${run.path} -o attention.html`] : [`gpt train --resume ${run.path}`];
   result.replaceChildren(el("h2", {}, finished ? "What came out" : "How it ended"),
     ...(finished && run.verdict ? [el("p", { class: "verdict" }, `The model is ${run.verdict}.`)] : []),
     ...(finished && run.sample ? [el("p", { class: "soft" }, "The best checkpoint writes:"), el("pre", {}, run.sample)] : []),
-    el("p", { class: "soft" }, finished ? "Now you can:" : "It goes on with:"), el("pre", { id: "commands" }, (commands ?? []).join("\n")));
+    el("p", { class: "soft" }, finished ? "Now you can:" : "It goes on with:"), el("pre", { id: "commands" }, commands.join("\n")));
 }
 draw();
 document.body.dataset.ready = "yes";

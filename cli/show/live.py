@@ -11,42 +11,32 @@ import time
 import webbrowser
 import zlib
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from io import BufferedReader
 from pathlib import Path
-from socketserver import TCPServer
+from socketserver import ThreadingTCPServer
 from typing import Any
 
-from gpt.config import events
 from gpt.config.serve import is_loopback
 from gpt.insight.report import History, Report, read_held_out_losses, stored_trend
 from gpt.insight.yardsticks import describe
 from gpt.runs import folder
 from gpt.runs.record import RunRecord
-from gpt.system.errors import Interrupted, UserError
+from gpt.system.errors import UserError
 from gpt.system.files import open_regular, write_file
-from gpt.system.interrupt import StopSignal
 from gpt.system.words import as_json
 
 from . import page
 
-Listener = Callable[[Any], None]
-
 POLL_SECONDS = 0.5
 CLOSE_SECONDS = 2.0  # How long the end of a command waits for browsers to read the last events.
-STALLED_SECONDS = 30.0  # Timeout for a browser that doesn't read.
 MAX_BODY = 2000  # Bytes of a sentence.
 PIECE_BYTES = 2**22  # Bytes of metrics per message.
 FULL_BYTES = 2**18  # Metrics of more bytes are thinned: every second step, every third …
 MARK_BYTES = 64
 EARLIER_RUNS = 8
 STEP = b'{"event": "step"'
-HEADERS = {
-    "Cache-Control": "no-store",
-    "Content-Security-Policy": "frame-ancestors 'none'",
-    "Referrer-Policy": "no-referrer",
-    "X-Content-Type-Options": "nosniff",
-}
+KINDS = ("pairs", "chat", "preferences", "reward")  # settings that change what a loss means
 
 
 def read_new_lines(path: Path, mark: str) -> tuple[bytes, str]:
@@ -75,7 +65,7 @@ def _checksum(file: BufferedReader, end: int) -> str:
     return str(zlib.crc32(file.read(end - start)))
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(ThreadingTCPServer):
     """Serves the page of ``run``, and its metrics as server-sent events, until `end`. Each browser has a thread, so a
     slow one delays nobody."""
 
@@ -85,17 +75,8 @@ class PageServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.run, self.has_ended, self.streams = run, threading.Event(), set[threading.Thread]()
 
-    def server_bind(self) -> None:
-        """Binds the socket without looking up this machine's name, which can take seconds."""
-        TCPServer.server_bind(self)
-
     def handle_error(self, *_: object) -> None:
         """Ignores browsers that close a connection."""
-
-    @property
-    def address(self) -> str:
-        """The page's address."""
-        return f"http://127.0.0.1:{self.server_address[1]}/"
 
     def end(self) -> None:
         """Stops after the streams have sent the last events, or after `CLOSE_SECONDS`."""
@@ -110,31 +91,24 @@ class PageServer(ThreadingHTTPServer):
         """Returns what the page needs to know about the run besides its metrics. Raises `UserError`."""
         record = RunRecord.read(self.run)
         report, resolved, result = Report(self.run, record, History(), None), record.resolved or {}, record.result or {}
-        model, budget, settings = resolved.get("model"), resolved.get("budget"), record.settings or {}
-        units = {"preferences": "nats per preference", "reward": "minus the reward"}
-        unit = next((unit for kind, unit in units.items() if settings.get(kind)), "nats per token")
-        levels = {}
-        if isinstance(model, dict) and unit == "nats per token":
-            levels["uniform"] = uniform = math.log(float(str(model["vocab_size"])))
-            if (measured := report.yardsticks) is not None:
-                known = {"unigram": measured.unigram, "xz": measured.xz, "PPMd": measured.ppmd}
-                levels |= {name: bits / measured.uniform * uniform for name, bits in known.items() if bits}
-        path, bits = shlex.quote(str(self.run)), result.get("bits_per_byte")
-        commands = [f"gpt chat -m {path}" if result.get("chat") else f'gpt sample "Once upon" -m {path}']
-        commands += [f"gpt report {path} -o film.html", f'gpt inspect attention "TEXT" -m {path} -o attention.html']
+        model, budget, measured = resolved.get("model"), resolved.get("budget"), report.yardsticks
+        levels, bits = {}, result.get("bits_per_byte")
+        if isinstance(model, dict) and measured is not None:
+            nats_per_bit = math.log(float(str(model["vocab_size"]))) / measured.uniform
+            names = {"uniform": measured.uniform, "unigram": measured.unigram, "xz": measured.xz}
+            levels = {name: value * nats_per_bit for name, value in names.items() if value}
         return {
             "event": "run",
             "name": report.name,
             "texts": record.texts or [],
             "steps": resolved.get("steps"),
             "seconds": budget.get("total") if isinstance(budget, dict) else None,
-            "unit": unit,
             "levels": levels,
             "earlier": self.earlier,
             "sample": result.get("sample"),
-            "verdict": describe(bits if isinstance(bits, float) else None, report.yardsticks, stored_trend(record)),
-            "resume": f"gpt train --resume {path}",
-            "commands": commands,
+            "verdict": describe(bits if isinstance(bits, float) else None, measured, stored_trend(record)),
+            "path": shlex.quote(str(self.run)),
+            "chat": result.get("chat"),
         }
 
     @functools.cached_property
@@ -142,8 +116,7 @@ class PageServer(ThreadingHTTPServer):
         """The held-out losses of the last earlier runs next to this one whose losses can be compared with its own."""
 
         def kind(record: RunRecord) -> tuple[Any, ...]:
-            settings = record.settings or {}
-            examples = [settings.get(name) for name in ("pairs", "chat", "preferences", "reward")]
+            examples = [(record.settings or {}).get(name) for name in KINDS]
             return Report(self.run, record, History(), None).held_out, record.tokenizer, examples
 
         own, runs = RunRecord.read(self.run), list[tuple[str, Path]]()
@@ -151,16 +124,13 @@ class PageServer(ThreadingHTTPServer):
             with contextlib.suppress(UserError):
                 record = RunRecord.read(path)
                 runs += [(record.started, path)] if record.started < own.started and kind(record) == kind(own) else []
-        return [
-            {"name": path.name, "points": points}
-            for _, path in sorted(runs)[-EARLIER_RUNS:]
-            if (points := read_held_out_losses(path))
-        ]
+        curves = [{"name": path.name, "points": read_held_out_losses(path)} for _, path in sorted(runs)[-EARLIER_RUNS:]]
+        return [curve for curve in curves if curve["points"]]
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
-    timeout = STALLED_SECONDS
+    timeout = 30.0  # seconds for a browser that sends or reads nothing
 
     def do_GET(self) -> None:
         if self._is_allowed():
@@ -169,13 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
             elif self.path == "/events":
                 self._stream()
             else:
-                self._answer(404, b"not found")
+                self._answer(404)
 
     def do_POST(self) -> None:
         if self._is_allowed():
             size = self.headers.get("Content-Length", "")
             if self.path != "/sentence":
-                self._answer(404, b"not found")
+                self._answer(404)
             elif not size.isdecimal() or len(size) > 9 or int(size) > MAX_BODY:
                 self._answer(413, f"a sentence has up to {MAX_BODY} bytes".encode())
             else:
@@ -195,20 +165,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, status: int, body: bytes = b"", kind: str = "text/plain") -> None:
         self.send_response(status)
-        self._send_headers(kind, {"Content-Length": str(len(body))})
-        self.wfile.write(body)
-
-    def _send_headers(self, kind: str, more: dict[str, str]) -> None:
-        for name, value in {"Content-Type": f"{kind}; charset=utf-8", **HEADERS, **more}.items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Security-Policy", "frame-ancestors 'none'")
+        self.send_header("Cache-Control", "no-store")
         self.end_headers()
+        self.wfile.write(body)
 
     def _stream(self) -> None:
         """Sends what is new about the run, with the mark as the event's id, from which a browser continues when it
         reconnects."""
         server, mark, known = self.server, self.headers.get("Last-Event-ID", ""), ""
-        self.send_response(200)
-        self._send_headers("text/event-stream", {})
+        self._answer(200, kind="text/event-stream")
         server.streams.add(threading.current_thread())
         try:
             while True:
@@ -240,33 +207,13 @@ class _Handler(BaseHTTPRequestHandler):
 def serving(run: Path, note: Callable[[str], None]) -> Iterator[None]:
     """Serves a run's page inside the ``with`` block, and opens it on a desktop."""
     server = PageServer(run)
+    address = f"http://127.0.0.1:{server.server_address[1]}/"
     threading.Thread(target=server.serve_forever, args=(POLL_SECONDS,), daemon=True).start()
-    note(f"watch it learn: {server.address}")
-    has_desktop = sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    note(f"watch it learn: {address}")
+    has_desktop = sys.platform in ("darwin", "win32") or {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ)
     if has_desktop and sys.stderr.isatty():
-        threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
+        threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
     try:
         yield
     finally:
         server.end()
-
-
-@contextlib.contextmanager
-def watching(listen: Listener, note: Callable[[str], None]) -> Iterator[Listener]:
-    """Yields a listener that also serves the page of the run, once the run has a folder."""
-    with contextlib.ExitStack() as until_ended:
-
-        def listen_and_serve(event: Any) -> None:
-            if isinstance(event, events.Opened):
-                until_ended.enter_context(serving(Path(event.run), note))
-            listen(event)
-
-        yield listen_and_serve
-
-
-def serve(run: Path, note: Callable[[str], None]) -> None:
-    """Serves a run's page until a signal arrives. Raises `Interrupted`."""
-    with StopSignal() as stop, serving(run, note):
-        while stop.signum is None:
-            time.sleep(POLL_SECONDS)
-    raise Interrupted(stop.signum, "the page has ended; it changes nothing about the run")

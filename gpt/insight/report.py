@@ -161,7 +161,7 @@ class Report:
 
     @property
     def yardsticks(self) -> Yardsticks | None:
-        """The yardsticks of the held-out text, in bits per byte. None before the end of the run."""
+        """The yardsticks of the held-out text, in bits per byte. None before the first step."""
         return stored_yardsticks(self.record)
 
     @property
@@ -354,7 +354,7 @@ def read_curve(path: Path) -> Report:
 def stored_yardsticks(record: RunRecord) -> Yardsticks | None:
     """Returns the yardsticks in a run's record, or None if there are none or they are damaged."""
     with contextlib.suppress(UserError):
-        return checked(Yardsticks, (record.result or {}).get("yardsticks"), RECORD)
+        return checked(Yardsticks, record.yardsticks, RECORD)
     return None
 
 

@@ -23,6 +23,7 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte, score_preferences
 from gpt.model.params import breakdown
 from gpt.runs import folder
+from gpt.runs.record import RunRecord
 from gpt.system.errors import NotANumber, UserError
 from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training.context import Answers, Result, RunContext
@@ -106,7 +107,7 @@ def _compare(run: RunContext) -> dict[str, Any]:
     trend = None
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
         trend = None if run.teachers or run.recipe.own_teachers else report.read_history(run.path).trend
-    return {"yardsticks": run.data.measure_yardsticks(), "trend": trend}
+    return {"yardsticks": report.stored_yardsticks(RunRecord.read(run.path)), "trend": trend}
 
 
 def _check_answers(

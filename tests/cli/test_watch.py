@@ -149,7 +149,9 @@ def test_training_tells_a_browser_everything_and_waits_for_no_browser(
     assert gpt("train", text, "-o", "plain", *options).code == 0
 
     assert_same(Path("watched"), Path("plain"))
-    readers[1].join(20)
+    stalled, reader = readers
+    stalled.close()
+    reader.join(20)
     lines = [json.loads(line[6:]) for line in received[0].splitlines() if line.startswith("data: ")]
     kinds = [line["event"] for line in lines]
     assert kinds[-1] == "closed"
