@@ -37,7 +37,7 @@ def train(
         bool, option("--print-config", help="Print the settings as TOML and exit", rich_help_panel="Run")
     ] = False,
     watch: Annotated[
-        bool, option("--watch", help="Show the run in a browser: what it learns, as it learns", rich_help_panel="Run")
+        bool, option("--watch", help="Show in a browser what the model writes and expects while it learns")
     ] = False,
     json: Json = False,
     quiet: Quiet = False,
@@ -70,7 +70,10 @@ def train(
             if watch and isinstance(event, events.Opened):
                 from ..show import live
 
-                until_ended.enter_context(live.serving(Path(event.run), render.note))
+                try:
+                    until_ended.enter_context(live.serving(Path(event.run), render.note))
+                except OSError as error:
+                    render.note(f"the page cannot be served: {error}; the run continues")
             display(event)
 
         if resume is None:

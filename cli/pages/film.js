@@ -18,9 +18,9 @@ function makeFilm(onMove = () => {}, form = null) {
 
   const film = section("Watch it learn", el("div", { class: "controls panel film" }, play, slider, when),
     explain("While it trains, the model is examined again and again. Each time, it writes a little and reads the same sentence. The slider goes back to the earlier times; " +
-      "Play shows all of them. If the slider is at the right end, the page follows the training."));
+      "Play shows all of them." + (form ? " If the slider is at the right end, the page follows the training." : "")));
   const writes = section("What it writes", el("div", { class: "beside" }, el("div", {}, el("h3", {}, "Newest"), now), el("div", {}, thenTitle, then)),
-    explain("The model continues the same words, with the same luck in the draw. Only what it has learned is different. First it knows nothing, then it learns letters and spaces, then words, then which words go together."));
+    explain("The model continues the same words, each time with the same random numbers: only what it has learned differs. First it knows nothing, then it learns letters and spaces, then words, then which words go together."));
   const reads = section("A sentence", form, sentence, readout, historyBox,
     explain("The text is cut into tokens: words or pieces of words. The shade of a token is the probability that the model gave to it when it had read only the tokens before it: how much it expected it. " +
       "While the model learns, the tokens take on color. A token that nobody could guess stays pale.", "In the picture, each row is an evaluation and each column a token."));

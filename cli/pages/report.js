@@ -67,6 +67,10 @@ section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, 
     } }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name))) : null), chartBox);
 draw();
 
+if (runs.length === 1 && runs[0].frames.length) {
+  const film = makeFilm();
+  runs[0].frames.forEach(film.add);
+}
 const samples = section("Samples");
 runs.forEach((run, i) => {
   if (!run.steps.step.length) return;
@@ -98,10 +102,6 @@ function copiedSpan({ text, length, count, passages }, origins) {
   return el("mark", { role: "button", tabindex: 0, "aria-pressed": "false", onclick: show, onkeydown: press }, text);
 }
 
-if (runs.length === 1 && runs[0].frames.length) {
-  const film = makeFilm();
-  runs[0].frames.forEach(film.add);
-}
 const copying = section("Copying", runs.filter((run) => run.steps.step.length).map((run) => {
   const copied = run.copying, name = runs.length > 1 ? `${run.name}: ` : "";
   if (!copied) return el("p", { class: "soft" }, name + (run.samples.length ? "not measured, because the training tokens are missing." : "no samples."));

@@ -3,6 +3,7 @@ const MOST_POINTS = 300, MOST_STEPS = 4000; // Points of a drawn curve, and step
 const ENDS = { steps: "The training is over.", patience: "The training is over: it had stopped improving.", signal: "The training was interrupted.",
   diverged: "The training has failed: the loss exploded.", reward: "The program that gives the rewards has failed." };
 let run = { name: "", texts: [], levels: {}, earlier: [] }, stepEvents = [], evals = [], end = null, connection = "connecting", teacher = false, timer = 0;
+let start = null; // Seconds at the first event, when training began.
 const memory = {}; // The selected time of the chart.
 
 heading("Watch it learn", "");
@@ -29,7 +30,7 @@ const form = el("form", { class: "own", onsubmit: async (event) => {
   }
 } }, el("label", { for: "own" }, "Watch"), field, el("button", {}, "Read this"), answer);
 const film = makeFilm((frame, isNewest) => {
-  memory.at = isNewest ? null : frame.seconds / unit()[0];
+  memory.at = isNewest ? null : (frame.seconds - start) / unit()[0];
   plan();
 }, form);
 
@@ -50,9 +51,10 @@ function clear() {
   film.cut(0);
 }
 function apply(event) {
+  start ??= event.seconds ?? null;
   switch (event.event) {
     case "run": run = event; break;
-    case "restart": clear(); teacher = false; break;
+    case "restart": clear(); teacher = false; start = null; break;
     case "step": cut(event.step - 1); stepEvents.push(event); break;
     case "eval": cut(event.step); evals = evals.filter((other) => other.step < event.step); evals.push(event); break;
     case "frame": film.cut(event.step); film.add(event); break;
@@ -81,7 +83,7 @@ function plan() { timer ||= setTimeout(() => { timer = 0; draw(); }, 200); }
 
 const newest = (list) => list[list.length - 1];
 function unit() {
-  const longest = newest(stepEvents)?.seconds ?? 0;
+  const longest = (newest(stepEvents)?.seconds ?? 0) - start;
   return longest > 7200 ? [3600, "hours"] : longest > 300 ? [60, "minutes"] : [1, "seconds"];
 }
 // Returns at most `MOST_POINTS` points, each the mean of equally many.
@@ -93,8 +95,8 @@ function thin(points) {
   });
 }
 function drawChart() {
-  const longest = Math.max(run.seconds ?? 0, 2 * (newest(stepEvents)?.seconds ?? 0)); // An earlier run can be much longer.
-  const [seconds, name] = unit(), at = (event, key) => [event.seconds / seconds, event[key]], held = { dash: "5 4", dots: true }, grey = { colour: "--soft", pale: true };
+  const longest = Math.max(run.planned ?? 0, 2 * (newest(stepEvents)?.seconds ?? 0)); // An earlier run can be much longer.
+  const [seconds, name] = unit(), at = (event, key) => [(event.seconds - start) / seconds, event[key]], held = { dash: "5 4", dots: true }, grey = { colour: "--soft", pale: true };
   const curves = [...run.earlier.map(({ name, points }) => ({ name, ...grey, points: points.filter(([x]) => x <= longest).map(([x, y]) => [x / seconds, y]) })),
     { name: "training", colour: "--c0", points: thin(stepEvents.map((event) => at(event, "loss"))) },
     { name: "held-out", colour: "--c1", ...held, points: evals.map((event) => at(event, "val_loss")) }].filter((curve) => curve.points.length);
@@ -102,12 +104,12 @@ function drawChart() {
   if (curves.length) for (const [name, level] of Object.entries(run.levels)) curves.push({ name, colour: "--soft", dash: "1 5", level: true, points: span.map((x) => [x, level]) });
   const known = newest(stepEvents) ?? {}, kind = "margin" in known ? "nats per preference" : "reward" in known ? "minus the reward" : "nats per token";
   const hadFocus = chart.contains(document.activeElement);
-  chart.replaceChildren(lineChart({ name: "loss", title: `Loss, ${kind}`, x: name, series: curves, height: 320, memory,
+  chart.replaceChildren(lineChart({ name: "loss", title: `Loss, ${kind}`, x: `${name} of training`, series: curves, height: 320, memory,
     legend: [["training", { colour: "--c0" }], ["held-out", { colour: "--c1", ...held }], ...(run.earlier.length ? [["earlier runs", grey]] : [])] }));
   if (hadFocus) chart.querySelector("figure > svg")?.focus({ preventScroll: true });
 }
 function secondsLeft(last) {
-  if (run.seconds) return Math.max(0, run.seconds - last.seconds);
+  if (run.planned) return Math.max(0, run.planned - last.seconds);
   return last.tokens / last.tokens_per_second * Math.max(0, run.steps - last.step) / last.step;
 }
 function draw() {
@@ -118,7 +120,7 @@ function draw() {
   const lost = { lost: "The connection to the training is lost. The page keeps what it has and tries again.", closed: "The command has ended; the page keeps what it has." }[connection];
   const phase = isOver ? ENDS[end.reason] ?? end.reason : lost ?? (last ? `Training${teacher ? " the next model: its teacher is ready" : ""} …` : "Getting ready: the first step comes soon …");
   if (status.textContent !== phase) status.textContent = phase;
-  const rows = last ? { step: withCommas(last.step) + (run.seconds ? "" : ` of ${withCommas(run.steps ?? last.step)}`), time: formatSeconds(last.seconds),
+  const rows = last ? { step: withCommas(last.step) + (run.planned ? "" : ` of ${withCommas(run.steps ?? last.step)}`), time: formatSeconds(last.seconds),
     ...(isOver || lost ? {} : { left: `about ${formatSeconds(secondsLeft(last))}` }), "held-out loss": best ? formatNumber(newest(evals).val_loss) + (newest(evals) === best ? " (best)" : "") : "–",
     "tokens per second": withCommas(last.tokens_per_second), "learning rate": formatNumber(last.lr), "gradient norm": last.grad_norm === null ? "–" : formatNumber(last.grad_norm) } : {};
   numbers.replaceChildren(...Object.entries(rows).map(([name, value]) => el("div", { class: "panel" }, el("span", { class: "soft" }, name), el("strong", {}, value))));

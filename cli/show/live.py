@@ -102,7 +102,7 @@ class PageServer(ThreadingTCPServer):
             "name": report.name,
             "texts": record.texts or [],
             "steps": resolved.get("steps"),
-            "seconds": budget.get("total") if isinstance(budget, dict) else None,
+            "planned": budget.get("total") if isinstance(budget, dict) else None,
             "levels": levels,
             "earlier": self.earlier,
             "sample": result.get("sample"),

@@ -115,14 +115,16 @@ def read_history(run: Path) -> History:
 
 
 def read_held_out_losses(run: Path, max_points: int = 200) -> list[tuple[float, float]]:
-    """Returns a run's held-out losses with their seconds. Skips all other lines of the metrics, which can be many.
-    Returns nothing if the metrics are missing or damaged."""
-    history = History()
+    """Returns a run's held-out losses, each with the seconds since the first event. Skips most other lines of the
+    metrics, which can be many. Returns nothing if the metrics are missing or damaged."""
+    history, start = History(), math.inf
     with contextlib.suppress(UserError, OSError), open_regular(run / folder.METRICS, limit=LINES_LIMIT) as file:
         for line in read_lines(file):
-            if line.startswith((b'{"event": "eval"', b'{"event": "teacher"')):
-                history.add(events.from_json(line))
-    points = [(each.seconds, each.val_loss) for each in history.evals if math.isfinite(each.val_loss)]
+            if math.isinf(start) or line.startswith((b'{"event": "eval"', b'{"event": "teacher"')):
+                event = events.from_json(line)
+                history.add(event)
+                start = min(start, event.seconds)
+    points = [(each.seconds - start, each.val_loss) for each in history.evals if math.isfinite(each.val_loss)]
     return points[:: 1 + len(points) // max_points]
 
 

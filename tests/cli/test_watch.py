@@ -18,6 +18,8 @@ from gpt_cli.show import live
 
 from gpt.config import events
 
+OPTIONS = ["--steps", "8", "--eval-every", "2", "--preset", "pico", "--n-embd", "32", "--block-size", "32",
+           "--batch-tokens", "64", "--dropout", "0.1", "--dtype", "float32", "--vocab-size", "300", "-q"]  # fmt: skip
 SENTENCE = ["<i>", " cat", "\\n"]
 
 
@@ -142,11 +144,9 @@ def test_training_tells_a_browser_everything_and_waits_for_no_browser(
         reader.start()
         readers.extend([stalled, reader])
 
-    options = ["--steps", "8", "--eval-every", "2", "--preset", "pico", "--n-embd", "32", "--block-size", "32",
-               "--batch-tokens", "64", "--dropout", "0.1", "--dtype", "float32", "--vocab-size", "300", "-q"]  # fmt: skip
     monkeypatch.setattr("gpt_cli.show.render.note", note)
-    assert gpt("train", text, "--watch", "-o", "watched", *options).code == 0
-    assert gpt("train", text, "-o", "plain", *options).code == 0
+    assert gpt("train", text, "--watch", "-o", "watched", *OPTIONS).code == 0
+    assert gpt("train", text, "-o", "plain", *OPTIONS).code == 0
 
     assert_same(Path("watched"), Path("plain"))
     stalled, reader = readers
@@ -160,6 +160,16 @@ def test_training_tells_a_browser_everything_and_waits_for_no_browser(
     assert facts[0]["name"] == "watched" and facts[-1]["steps"] == 8 and facts[-1]["sample"]
 
 
+def test_run_without_a_page_continues(text: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(run: Path) -> None:
+        raise OSError("there are no ports")
+
+    monkeypatch.setattr(live, "PageServer", fail)
+    result = gpt("train", text, "--watch", *OPTIONS)
+    assert result.code == 0
+    assert "the page cannot be served: there are no ports; the run continues" in result.err
+
+
 def test_curves_of_earlier_runs_on_the_same_text(run: Path, run_folder: Path) -> None:
     record = json.loads((run / "run.json").read_text())
     for name, text in {"same": record["sources"][0]["sha256"], "other": "another"}.items():
@@ -168,8 +178,8 @@ def test_curves_of_earlier_runs_on_the_same_text(run: Path, run_folder: Path) ->
         (run.parent / name / "run.json").write_text(json.dumps(changed))
     with live.PageServer(run) as server:
         earlier = server.earlier
-    evals = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
-    points = [(each["seconds"], each["val_loss"]) for each in evals]
+    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+    points = [(each["seconds"] - lines[0]["seconds"], each["val_loss"]) for each in lines if each["event"] == "eval"]
     assert earlier == [{"name": "same", "points": points}]
 
 
