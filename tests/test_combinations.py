@@ -4,6 +4,7 @@ CONTRIBUTING's table "What meets what" names the tests of every pair of features
 """
 
 import json
+import math
 import signal
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from gpt.api import LanguageModel
 from gpt.chat import chat
 from gpt.config import events
 from gpt.config.model import RopeScaling
+from gpt.insight import report
 from gpt.system.errors import Interrupted
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 
@@ -115,13 +117,23 @@ def with_bases(bases: Bases, settings: dict[str, Any], *forms: str) -> dict[str,
     return settings | {key: bases(settings[key], *forms) for key in ("init", "teacher") if settings.get(key)}
 
 
+def frames(run: Path) -> list[dict[str, Any]]:
+    return [{**vars(frame), "seconds": 0.0} for frame in report.read_history(run).frames]
+
+
 @pytest.mark.parametrize("name", MEETINGS)
-def test_resume_is_bit_exact_and_accumulation_changes_nothing(name: str, bases: Bases) -> None:
+def test_resume_is_bit_exact_and_accumulation_changes_nothing(
+    name: str, bases: Bases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gpt.training.film.MAX_SHARE", math.inf)
     settings = with_bases(bases, MEETINGS[name])
     whole = train("whole", **settings)
     parts = interrupt_and_resume("parts", 2, **settings)
     assert_same(parts, whole)
     assert curve(parts) == curve(whole)
+    assert frames(parts) == frames(whole)
+    last = 2 * settings.get("steps", SHORT["steps"]) // (1 + settings.get("teachers", 0)) // 2
+    assert [frame["step"] - frames(whole)[0]["step"] for frame in frames(whole)] == list(range(0, last + 1, 3))
     settings["dropout"] = 0.0  # A forward pass of other rows draws other random numbers.
     single, accumulated = train("single", **settings), train("accumulated", **settings, micro_batch="1")
     assert json.loads((accumulated / "run.json").read_text())["resolved"]["micro_batch"] == 1

@@ -1,12 +1,14 @@
 """``gpt report``."""
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gpt.system.errors import UserError
+from gpt.system.errors import Interrupted, UserError
+from gpt.system.interrupt import StopSignal
 
 from .. import inputs
 from ..options import Json, OutPage, Quiet, option
@@ -29,6 +31,9 @@ def report(
         str | None,
         option(metavar="TEXT", help="Also compare the losses on TEXT, to see what was forgotten (--before-after)"),
     ] = None,
+    watch: Annotated[
+        bool, option("--watch", help="Show a run in a browser while it trains, here or elsewhere, or as it was")
+    ] = False,
     out: OutPage = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -42,6 +47,8 @@ def report(
     gpt report runs/tuned --before-after --also wikitext-2
     """
     page.check_out(out)
+    if watch:
+        return _watch(runs, {"--before-after": before_after, "--also": also, "--out": out, "--json": json})
     run_reports = _read_reports(runs, quiet)
     if before_after or also is not None:
         run_reports = [_compare(run_report, also, quiet) for run_report in run_reports]
@@ -53,6 +60,25 @@ def report(
         page=lambda: json_report.report_page(run_reports),
         terminal=lambda: render_report.reports(run_reports),
     )  # fmt: skip
+
+
+def _watch(runs: list[str] | None, others: dict[str, object]) -> None:
+    """Serves the page of a run until a signal arrives. Raises `UserError` for several runs or other options, and
+    `Interrupted` at the end."""
+    if given := next((name for name, value in others.items() if value), None):
+        raise UserError(f"{given} cannot be combined with --watch", "leave one of them out")
+    if runs and len(runs) > 1:
+        raise UserError(f"--watch shows one run, and {len(runs)} are given", "use a command for each of them")
+    from gpt.runs.folder import check_run, newest_run
+
+    from ..show import live
+
+    run = Path(runs[0]) if runs else newest_run()
+    check_run(run)
+    with StopSignal() as stop, live.serving(run, render.note):
+        while stop.signum is None:
+            time.sleep(live.POLL_SECONDS)
+    raise Interrupted(stop.signum, "the page has ended; a run that is training continues")
 
 
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":

@@ -1,5 +1,6 @@
 """``gpt train``."""
 
+import contextlib
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from gpt.config import events
 from gpt.config.settings import to_toml
 from gpt.config.train import TrainConfig
 from gpt.parallel import environment
@@ -34,6 +36,9 @@ def train(
     print_config: Annotated[
         bool, option("--print-config", help="Print the settings as TOML and exit", rich_help_panel="Run")
     ] = False,
+    watch: Annotated[
+        bool, option("--watch", help="Show in a browser what the model writes and expects while it learns")
+    ] = False,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:  # fmt: skip
@@ -59,11 +64,22 @@ def train(
         inputs.announce_stdin(text)
     with progress.startup_spinner(quiet):
         from gpt.training import run
-    with progress.TrainDisplay(quiet) as display:
+    with progress.TrainDisplay(quiet) as display, contextlib.ExitStack() as until_ended:
+
+        def listen(event: Any) -> None:
+            if watch and isinstance(event, events.Opened):
+                from ..show import live
+
+                try:
+                    until_ended.enter_context(live.serving(Path(event.run), render.note))
+                except OSError as error:
+                    render.note(f"the page cannot be served: {error}; the run continues")
+            display(event)
+
         if resume is None:
-            result = run.train(text or [], settings, display, start_time)
+            result = run.train(text or [], settings, listen, start_time)
         else:
-            result = run.resume(resume or None, given, text or [], display, start_time)
+            result = run.resume(resume or None, given, text or [], listen, start_time)
     if environment.rank():
         return
     render.json_line(json_results.result(result)) if json else render.result(result, quiet)

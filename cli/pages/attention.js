@@ -31,21 +31,15 @@ function nameOf(layer, head) {
   if (head === AVERAGE) return `${layerName(layer)}, average of its heads`;
   return `${layerName(layer)}, head ${data.heads[head]}`;
 }
-const NAMES = { previous: "previous token", first: "first token", itself: "itself", same: "same token", matching: "matching earlier pattern" };
 function kindOf(layer, head) {
   if (layer === AVERAGE || head === AVERAGE) return "";
   const mostly = scoreOf(layer, head).mostly;
-  return mostly ? NAMES[mostly] : "mixed";
+  return mostly ? KINDS[mostly] : "mixed";
 }
 
 function drawSmall(canvas, layer, head) {
-  const image = new ImageData(T, T), pixels = new Uint32Array(image.data.buffer);
-  const isSingle = layer !== AVERAGE && head !== AVERAGE, from = isSingle ? (layer * H + head) * TRIANGLE : 0;
-  const values = isSingle ? weights : pattern(layer, head), scale = isSingle ? 1024 / 65535 : 1024;
-  pixels.fill(pixel(ends[0]));
-  for (let q = 0, at = from; q < T; q++) for (let k = 0; k <= q; k++, at++) pixels[q * T + k] = steps[Math.round(values[at] * scale)];
-  canvas.width = canvas.height = T;
-  canvas.getContext("2d").putImageData(image, 0, 0);
+  if (layer === AVERAGE || head === AVERAGE) drawTriangle(canvas, T, pattern(layer, head));
+  else drawTriangle(canvas, T, weights, 65535, (layer * H + head) * TRIANGLE);
 }
 
 // Head buttons in a grid. Tab reaches one button, and arrow keys move to the others.
@@ -76,7 +70,8 @@ const grid = el("div", { class: "heads", role: "group", "aria-label": "heads", s
 const big = el("canvas", { id: "map", tabindex: 0, role: "img" });
 const readout = el("p", { id: "readout", "aria-live": "polite" });
 const facts = el("div", { id: "facts" });
-const strip = el("p", { class: "tokens", id: "strip" });
+const strip = tokenStrip(texts.map(showSpaces), (q) => point(q, null));
+strip.id = "strip";
 const list = el("table", { id: "attends", class: "bars" });
 const geometry = {};
 
@@ -140,9 +135,7 @@ function point(query, key) {
   state.key = key;
   drawMarks();
   [...strip.children].forEach((token, k) => {
-    const parts = ramp(share(state.layer, state.head, query, k));
-    token.style.background = k <= query ? rgb(parts) : "none";
-    token.style.color = k <= query ? readable(parts) : "";
+    shade(token, k <= query ? share(state.layer, state.head, query, k) : null);
     token.classList.toggle("query", k === query);
     token.tabIndex = k === query ? 0 : -1;
   });
@@ -201,16 +194,6 @@ for (let l = -1; l < L; l++) {
 const heads = section("Heads", el("p", { class: "soft" }, "Each square is a head, with queries down and keys across. Darker (in dark mode: brighter) means more attention, on a " +
   "square-root scale. Layers run from top to bottom, heads from left to right, both from 0. Click, or use the arrow keys."),
   scroller("heads", grid));
-texts.forEach((text, q) => strip.append(el("span", { class: "token", role: "button", tabindex: -1, "aria-label": `token ${q}: ${showSpaces(text)}`,
-  onpointerenter: () => point(q, null), onfocus: () => { if (state.query !== q) point(q, null); },
-  onkeydown: (event) => {
-    const step = { ArrowLeft: -1, ArrowRight: 1, Home: -T, End: T }[event.key];
-    if (!step) return;
-    event.preventDefault();
-    const to = Math.min(T - 1, Math.max(0, q + step));
-    point(to, null);
-    strip.children[to].focus();
-  } }, showSpaces(text))));
 const head = section("Head", el("div", { class: "row" }, scroller("attention of a head", big), facts), readout);
 const text = section("Text", el("p", { class: "soft" }, "Point at a token, or use the arrow keys, to color the tokens it attends to."), strip, list);
 if (H <= 6) { // More heads need the whole width.
@@ -221,15 +204,11 @@ if (H <= 6) { // More heads need the whole width.
 // Logit lens
 const lensTable = el("table", { class: "lens", id: "lens" });
 function drawLens() {
-  const head = el("tr", {}, el("td", {}), texts.map((text) => el("th", { scope: "col", class: "mono" }, showSpaces(text))));
-  const rows = data.lens.ids.map((layer, l) => el("tr", {},
-    el("th", { scope: "row" }, l === 0 ? "embedding" : l === data.lens.ids.length - 1 ? `after ${l - 1}: output` : `after ${l - 1}`),
-    layer.map((ids, t) => {
-      const parts = ramp(data.lens.probabilities[l][t][0] ** 2);
-      const all = ids.map((id, i) => `${showSpaces(data.texts[id])}  ${percent(data.lens.probabilities[l][t][i])}`).join("\n");
-      return el("td", { class: "mono", title: all, style: `background:${rgb(parts)};color:${readable(parts)}` }, showSpaces(data.texts[ids[0]]));
-    })));
-  lensTable.replaceChildren(el("thead", {}, head), el("tbody", {}, rows));
+  const { ids, probabilities } = data.lens;
+  lensTable.replaceChildren(...lensRows(texts, [...ids.keys()], ids.length - 1, (l, t) => ({
+    text: data.texts[ids[l][t][0]], share: probabilities[l][t][0],
+    title: ids[l][t].map((id, i) => `${showSpaces(data.texts[id])}  ${percent(probabilities[l][t][i])}`).join("\n"),
+  })));
 }
 redraws.push(drawLens);
 drawLens();

@@ -54,8 +54,8 @@ const key = ({ colour = "--soft", dash = "", pale = false, dots = false }) => sv
   dots ? svg("circle", { cx: 13, cy: 5, r: 3, style: `fill:var(${colour})` }) : []);
 
 // Draws curves of points [x, y] over pale curves. A null y is a gap. A curve that is a level has its name on it.
-// Values above `high` are drawn at its height. Redraws when the width changes. The pointer and arrow keys select the values to read out.
-function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false, high = Infinity }) {
+// Values above `high` are drawn at its height. `memory` keeps the selected x when a new chart replaces this one. Redraws when the width changes. The pointer and arrow keys select the values to read out.
+function lineChart({ name, title, x, series, legend = [], height = 240, logarithmic = false, high = Infinity, memory = {} }) {
   const curves = [...series].sort((curve, other) => !!other.pale - !!curve.pale).filter((curve) => curve.points.some((p) => p[1] !== null));
   const caption = el("figcaption", {}, title ? el("h3", {}, title) : null,
     legend.map(([text, style]) => el("span", { class: "legend-item" }, key(style), text)));
@@ -72,7 +72,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
   const yAxis = (logarithmic && spansDecades(...ys) ? logAxis : axis)(...ys, tickLimit(height - top - bottom, 28));
   const left = 14 + 7 * Math.max(...yAxis.labels.map((label) => label.length));
   const sy = (v) => top + (1 - yAxis.share(Math.min(v, high))) * (height - top - bottom);
-  let width, xAxis, sx, at = null, cursor;
+  let width, xAxis, sx, at = memory.at ?? null, cursor;
 
   function draw(newWidth) {
     width = newWidth;
@@ -103,7 +103,7 @@ function lineChart({ name, title, x, series, legend = [], height = 240, logarith
       ...nearestPoints.map((p, i) => svg("circle", { cx: sx(p[0]), cy: sy(p[1]), r: 4, style: `fill:var(${readoutCurves[i].colour})` })));
     readout.textContent = `${x} ${formatNumber(nearestX)}: ` + readoutCurves.map((curve, i) => `${curve.name} ${formatNumber(nearestPoints[i][1])}`).join(", ");
   }
-  const move = (to) => { at = Math.min(xAxis.high, Math.max(xAxis.low, to)); showReadout(); };
+  const move = (to) => { memory.at = at = Math.min(xAxis.high, Math.max(xAxis.low, to)); showReadout(); };
   frame.addEventListener("pointermove", (event) => {
     const offset = event.clientX - frame.getBoundingClientRect().left;
     move(xAxis.low + (offset - left) / (width - left - right) * (xAxis.high - xAxis.low));

@@ -34,6 +34,13 @@ function formatNumber(value) {
   return Number(value).toExponential(2);
 }
 
+// Formats a duration as the terminal does: 47 s, 3 min 20 s, 2 h 05 min.
+function formatSeconds(seconds) {
+  if (seconds === null || seconds === undefined) return "–";
+  const whole = Math.round(seconds), two = (number) => String(Math.floor(number)).padStart(2, "0");
+  return whole < 60 ? `${whole} s` : whole < 3600 ? `${Math.floor(whole / 60)} min ${two(whole % 60)} s` : `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
+}
+
 // Heat-map colours from --low to --high, on a square-root scale, because a linear scale would hide small weights.
 let ends = null;
 let steps = null; // The scale in 1,024 steps, as pixel values.

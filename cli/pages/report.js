@@ -1,11 +1,5 @@
 // A report on runs: overlaid curves, settings, samples and copied spans.
 const runs = data.runs, colours = runs.map((_, i) => `--c${i % 8}`), hidden = new Set();
-// Formats a duration as the terminal does: 47 s, 3 min 20 s, 2 h 05 min.
-const formatSeconds = (seconds) => {
-  if (seconds === null || seconds === undefined) return "–";
-  const whole = Math.round(seconds), two = (number) => String(Math.floor(number)).padStart(2, "0");
-  return whole < 60 ? `${whole} s` : whole < 3600 ? `${Math.floor(whole / 60)} min ${two(whole % 60)} s` : `${Math.floor(whole / 3600)} h ${two(whole % 3600 / 60)} min`;
-};
 // Returns a run's steps, or its evaluations if it has no steps yet.
 const recorded = (run) => run.steps.step.length ? run.steps : run.evals;
 const last = (list) => list.length ? list[list.length - 1] : null;
@@ -73,6 +67,10 @@ section("Curves", el("div", { class: "controls" }, el("label", { for: "axis" }, 
     } }, el("span", { class: "swatch", style: `background:var(${colours[i]})` }), run.name))) : null), chartBox);
 draw();
 
+if (runs.length === 1 && runs[0].frames.length) {
+  const film = makeFilm();
+  runs[0].frames.forEach(film.add);
+}
 const samples = section("Samples");
 runs.forEach((run, i) => {
   if (!run.steps.step.length) return;

@@ -75,6 +75,7 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
         known = [name for name in ("xz", "unigram", "uniform") if nats and values.get(name) is not None]
         levels = {name: values[name] / nats for name in known}  # In nats per token.
         run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
+        run["frames"] = [asdict(frame) for frame in report.history.frames] if len(runs) == 1 else []
         for sample, pieces in zip(run["samples"], report.copying.pieces if report.copying else (), strict=False):
             sample["pieces"] = pieces
     texts = {report.held_out for report in reports}

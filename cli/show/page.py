@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 Data = Mapping[str, Any]
+COMMON = ("page.js", "chart.js", "views.js")
+FILM = ("report", "watch")  # pages that show the film of a run
 
 
 def check_out(out: Path | None) -> None:
@@ -72,7 +74,8 @@ def html(name: str, title: str, data: Data) -> bytes:
         title=title.replace("&", "&amp;").replace("<", "&lt;"),
         style=read_page_file("page.css"),
         data=content,
-        script="\n".join(map(read_page_file, ("page.js", "chart.js", f"{name}.js"))),
+        script="\n".join(map(read_page_file, (*COMMON, *["film.js"] * (name in FILM), f"{name}.js"))),
+        connections="; connect-src 'self'" if name == "watch" else "",
     )
     return page.encode("utf-8", "backslashreplace")
 

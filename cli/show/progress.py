@@ -173,13 +173,13 @@ class TrainDisplay:
             self.bar.__exit__()
             self.bar = None
 
-    def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
+    def __call__(self, event: events.Event | events.Opened | events.Note | events.Plan | events.Progress) -> None:
         """Shows an event. Training continues if the terminal is gone."""
         if not self.quiet:
             with contextlib.suppress(OSError):
                 self._show(event)
 
-    def _show(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
+    def _show(self, event: events.Event | events.Opened | events.Note | events.Plan | events.Progress) -> None:
         match event:
             case events.Note(text):
                 if self.bar is not None and self.bar.first_report:

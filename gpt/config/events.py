@@ -70,6 +70,24 @@ class SampleEvent(Event):
 
 
 @dataclass(frozen=True)
+class FrameEvent(Event):
+    """How the model of ``step`` reads a sentence of a few tokens, and how it continues a prompt. ``probabilities`` has
+    that of each token after the first, given the tokens before. The attention of some heads and the most likely next
+    tokens after some layers are empty with sharded weights."""
+
+    text: str  # begins with the prompt
+    prompt: str
+    pieces: list[str]  # the sentence's tokens (T), for display
+    probabilities: list[float]  # (T - 1)
+    heads: list[list[int]]  # layer and head of each pattern
+    kinds: list[str]  # what each head mostly attends to, or "" (`gpt.insight.inspect.KINDS`)
+    attention: str  # base64 of the patterns' lower triangles, (heads, T (T + 1) / 2), with 255 for a weight of 1
+    layers: list[int]  # blocks before each row of the lens; 0 is the embedding
+    lens: list[list[str]]  # (layers, T)
+    lens_probabilities: list[list[float]]  # (layers, T)
+
+
+@dataclass(frozen=True)
 class SaveEvent(Event):
     """A checkpoint that is complete on disk. ``checkpoint`` is a subfolder of the run."""
 
@@ -125,6 +143,13 @@ class EndEvent(Event):
     checkpoint: str | None
     val_loss: float | None
     bits_per_byte: float | None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """The run has a folder. Not written to the metrics."""
+
+    run: str
 
 
 @dataclass(frozen=True)

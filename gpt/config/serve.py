@@ -12,6 +12,17 @@ _address, _load = (partial(option, panel=name) for name in ("Address", "Load"))
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
+def strip_port(host: str) -> str:
+    """Returns the name in a Host header, in lower case."""
+    name, _, port = host.lower().rpartition(":")
+    return name if port.isdigit() else host.lower()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine. Any other name can be a web page's, which resolves to this address."""
+    return strip_port(host).strip("[]") in LOOPBACK
+
+
 @dataclass(frozen=True)
 class ServeConfig:
     """The settings of ``gpt serve``. Raises `UserError` for invalid values."""

@@ -210,6 +210,7 @@ class Inspection:
     here: HeadScores  # scores on the prompt
     probe: HeadScores  # scores on the probe
     lens: Lens
+    probabilities: Floats  # (T - 1), of each id after the first, given the ids before
     logits: Floats  # (V), for the next token
 
     @property
@@ -244,6 +245,8 @@ def inspect_prompt(
     activations = trace(model, context_ids, layers)
     patterns = activations.patterns if head is None else activations.patterns[:, heads]
     probe = trace(model, probe_ids(tokenizer, config.block_size), layers)
+    targets = torch.from_numpy(context_ids[1:, None]).to(activations.logits.device)
+    probabilities = activations.logits[:-1].softmax(-1).gather(1, targets)[:, 0]
     return Inspection(
         ids=context_ids,
         dropped=len(prompt_ids) - len(context_ids),
@@ -254,6 +257,7 @@ def inspect_prompt(
         here=head_scores(patterns, context_ids, windows),
         probe=head_scores(probe.patterns[:, heads], probe.ids, windows),
         lens=lens(model, activations.residual),
+        probabilities=probabilities.cpu().numpy(),
         logits=activations.logits[-1].cpu().numpy(),
     )
 

@@ -36,6 +36,7 @@ class History:
     steps: list[events.StepEvent] = field(default_factory=list)
     evals: list[events.EvalEvent] = field(default_factory=list)
     samples: list[events.SampleEvent] = field(default_factory=list)
+    frames: list[events.FrameEvent] = field(default_factory=list)
     rollbacks: list[events.RollbackEvent] = field(default_factory=list)
     resumes: list[events.ResumeEvent] = field(default_factory=list)
     end: events.EndEvent | None = None
@@ -53,6 +54,8 @@ class History:
                 self.evals.append(event)
             case events.SampleEvent():
                 self.samples.append(event)
+            case events.FrameEvent():
+                self.frames.append(event)
             case events.RollbackEvent():
                 self._drop_after(event.step)
                 self.rollbacks.append(event)
@@ -69,6 +72,7 @@ class History:
             _remove_after(self.steps, step)
             _remove_after(self.evals, step)
             _remove_after(self.samples, step)
+            _remove_after(self.frames, step)
         self.end = None
 
     @property
@@ -107,6 +111,20 @@ def read_history(run: Path) -> History:
     return history
 
 
+def read_held_out_losses(run: Path, max_points: int = 200) -> list[tuple[float, float]]:
+    """Returns a run's held-out losses, each with the seconds since the first event. Skips most other lines of the
+    metrics, which can be many. Returns nothing if the metrics are missing or damaged."""
+    history, start = History(), math.inf
+    with contextlib.suppress(UserError, OSError), open_regular(run / folder.METRICS, limit=LINES_LIMIT) as file:
+        for line in read_lines(file):
+            if math.isinf(start) or line.startswith((b'{"event": "eval"', b'{"event": "teacher"')):
+                event = events.from_json(line)
+                history.add(event)
+                start = min(start, event.seconds)
+    points = [(each.seconds - start, each.val_loss) for each in history.evals if math.isfinite(each.val_loss)]
+    return points[:: 1 + len(points) // max_points]
+
+
 @dataclass(frozen=True)
 class Copying:
     """The spans that each sample shares with the training text."""
@@ -141,7 +159,7 @@ class Report:
 
     @property
     def yardsticks(self) -> Yardsticks | None:
-        """The yardsticks of the held-out text, in bits per byte. None before the end of the run."""
+        """The yardsticks of the held-out text, in bits per byte. None before the first step."""
         return stored_yardsticks(self.record)
 
     @property
@@ -277,7 +295,7 @@ def summarize(run: Path) -> RunSummary:
 def stored_yardsticks(record: RunRecord) -> Yardsticks | None:
     """Returns the yardsticks in a run's record, or None if there are none or they are damaged."""
     with contextlib.suppress(UserError):
-        return checked(Yardsticks, (record.result or {}).get("yardsticks"), RECORD)
+        return checked(Yardsticks, record.yardsticks, RECORD)
     return None
 
 

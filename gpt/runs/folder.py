@@ -35,6 +35,7 @@ from gpt.system.gguf_header import is_gguf, list_shards
 
 RUNS = "runs"
 METRICS = "metrics.jsonl"
+SENTENCE = "sentence.txt"  # the sentence that the user watches
 CHECKSUMS = "checksums.json"
 META = "gpt.json"
 ADAPTER = "adapter_config.json"  # PEFT's configuration of an adapter

@@ -85,6 +85,7 @@ class RunRecord:
     sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
     teachers: list[StartRecord] | None = None
+    yardsticks: Table | None = None  # `Yardsticks` of the held-out text, measured before the first step
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
     result: dict[str, Scalar | Table] | None = None  # a `Result`

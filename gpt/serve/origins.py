@@ -5,7 +5,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gpt.config.serve import LOOPBACK, ServeConfig
+from gpt.config.serve import LOOPBACK, ServeConfig, is_loopback, strip_port
 from gpt.serve.protocol import ApiError
 
 RETRY_SECONDS = 1
@@ -30,9 +30,9 @@ class Guard:
             app, config.cors, ("GET", "POST"), ("*",), allow_private_network=True,
             expose_headers=("Retry-After", "X-Request-ID"),
         )  # fmt: skip
-        self.hosts: set[str] | None = None  # None allows any host.
+        self.hosts: set[str] | None = None  # The allowed names besides the loopback's. None allows any host.
         if config.host in LOOPBACK:
-            self.hosts = {*LOOPBACK, "[::1]", *(name.lower() for name in config.allow_host)}
+            self.hosts = {name.lower() for name in config.allow_host}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers or rejects a request."""
@@ -47,8 +47,8 @@ class Guard:
                 return ApiError(400, f"the request has several {name} headers; send one")
         host, origin = headers.get("host"), headers.get("origin")
         # HTTP/1.0 health checks have no Host header. Browsers, the only threat, always send it.
-        if self.hosts is not None and host is not None and _strip_port(host).lower() not in self.hosts:
-            return _refusal_error("host", _strip_port(host), "--allow-host")
+        if self.hosts is not None and host is not None and not (is_loopback(host) or strip_port(host) in self.hosts):
+            return _refusal_error("host", strip_port(host), "--allow-host")
         if origin in (None, f"http://{host}", f"https://{host}", *self.config.cors):
             return None
         if origin == "null":
@@ -66,8 +66,3 @@ def _normalize_path(scope: Scope) -> Scope:
 def _refusal_error(kind: str, value: str, option: str) -> ApiError:
     advice = f"the server's operator can allow it with gpt serve {option} {value:.80}"
     return ApiError(403, f"the {kind} {value:.80} is not allowed; {advice}")
-
-
-def _strip_port(host: str) -> str:
-    name, _, port = host.rpartition(":")
-    return name if port.isdigit() else host

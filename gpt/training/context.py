@@ -26,7 +26,7 @@ from gpt.training.finetune import InitCheckpoint
 from gpt.training.recipe import Recipe
 from gpt.training.state import SavedState
 
-Listener = Callable[[events.Event | events.Note | events.Plan | events.Progress], None]
+Listener = Callable[[events.Event | events.Opened | events.Note | events.Plan | events.Progress], None]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Session:
     listener: Listener
     start_time: float  # start of the command in `time.perf_counter` seconds
 
-    def listen(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
+    def listen(self, event: events.Event | events.Opened | events.Note | events.Plan | events.Progress) -> None:
         """Sends an event to the listener."""
         if self.world.is_main:
             self.listener(event)

@@ -23,6 +23,7 @@ from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte, score_preferences
 from gpt.model.params import breakdown
 from gpt.runs import folder
+from gpt.runs.record import RunRecord
 from gpt.system.errors import NotANumber, UserError
 from gpt.system.interrupt import Stopped, StopSignal
 from gpt.training.context import Answers, Result, RunContext
@@ -102,7 +103,7 @@ def _compare(run: RunContext) -> dict[str, Any]:
     trend = None
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
         trend = None if run.teachers or run.recipe.own_teachers else report.read_history(run.path).trend
-    return {"yardsticks": run.data.measure_yardsticks(), "trend": trend}
+    return {"yardsticks": report.stored_yardsticks(RunRecord.read(run.path)), "trend": trend}
 
 
 def _check_answers(
@@ -183,10 +184,10 @@ def sum_over_ranks(
     return tuple(sums)
 
 
-def sample_lines(run: RunContext, strategy: Strategy, compute: Compute, seed: int) -> str:
-    """Generates a sample that depends only on weights and ``seed``, without changing torch's random state. Raises
-    `Stopped` after a signal."""
-    return strategy.compute_on_all(lambda: _generate_sample(run, strategy, compute, seed))
+def sample_lines(run: RunContext, strategy: Strategy, compute: Compute, seed: int, max_tokens: int = 2**31) -> str:
+    """Generates a sample of up to ``max_tokens`` that depends only on weights and ``seed``, without changing torch's
+    random state. Raises `Stopped` after a signal."""
+    return strategy.compute_on_all(lambda: _generate_sample(run, strategy, compute, seed, max_tokens))
 
 
 def estimate_sample_seconds(strategy: Strategy, data: Dataset, tokens: int = 8) -> float:
@@ -206,11 +207,12 @@ def estimate_sample_seconds(strategy: Strategy, data: Dataset, tokens: int = 8) 
         strategy.model.train()
 
 
-def _generate_sample(run: RunContext, strategy: Strategy, compute: Compute, seed: int) -> str:
+def _generate_sample(run: RunContext, strategy: Strategy, compute: Compute, seed: int, max_tokens: int) -> str:
     model, training = strategy.model, strategy.model.training
     model.eval()
     tokenizer, prompt = run.data.tokenizer, run.data.prompt
-    sample_config = dataclasses.replace(SAMPLE, greedy=run.data.rows > 0)
+    max_tokens = min(SAMPLE.max_tokens, max_tokens)
+    sample_config = dataclasses.replace(SAMPLE, greedy=run.data.rows > 0, max_tokens=max_tokens)
     try:
         context = Context(model, compute, vocab_size=tokenizer.vocab_size)
         stream = generate(context, run.data.prompt_ids, sample_config, tokenizer.ends, seed)

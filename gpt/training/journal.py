@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from gpt.config import events
@@ -41,7 +41,8 @@ class Journal:
         """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
         run, record, step = self.run, self.run.record, self.state.step
         if step == 0:
-            record = replace(record, compute=run.machine(), versions=versions())
+            yardsticks = asdict(measured) if (measured := run.data.measure_yardsticks()) else None
+            record = replace(record, compute=run.machine(), versions=versions(), yardsticks=yardsticks)
         else:
             record = replace(record, resumed=[*record.resumed, Resumed(now(), step, dict(run.changes))])
         self.record = replace(record, ended=None, result=None)

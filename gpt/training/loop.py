@@ -20,6 +20,7 @@ from gpt.system.interrupt import Stopped
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
 from gpt.training.evaluation import evaluate_best, measure_held_out, sample_lines, windows_to_evaluate
+from gpt.training.film import Film
 from gpt.training.journal import Journal
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.preferences import open_reference
@@ -105,6 +106,7 @@ class Trainer:
         self.batches = self.teachers.teach(batches)
         self.pending: PendingStep | None = None
         self.held_out = self.data.sample_windows(recipe.model.block_size, state.windows)
+        self.film = Film(run, recipe, self.held_out)
         self.checkpointer = Checkpointer(
             run, self.strategy, self.stepper.scaler, state, self.tokenizer_files, self.journal
         )
@@ -186,6 +188,8 @@ class Trainer:
     def train_cycle(self) -> None:
         """Trains until the end of a cycle."""
         is_over = self.run_due_actions()
+        if not self.state.cycle_step:
+            self.take_frame()
         self.checkpointer.take_snapshot()
         while not is_over:
             try:
@@ -262,6 +266,8 @@ class Trainer:
             sample = partial(sample_lines, self.run, self.strategy, self.run.compute, recipe.seed)
             text = self.stepper.run_eagerly(sample)
             self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt)
+        if self.is_due("eval_every") and state.cycle_step:
+            self.take_frame(is_last)
         state.settled_step = state.step
         if is_last:
             self.checkpointer.save(self.run_recipe)
@@ -307,6 +313,13 @@ class Trainer:
             what = f"loss of {run.init.name} before the first step: {loss:.4f} nats per token"
             what = f"reward of {run.init.name} before the first step: {-loss:.4f}" if self.recipe.reward else what
             self.session.note(f"held-out {what}")
+
+    def take_frame(self, is_last: bool = False) -> None:
+        """Adds a frame to the film if it is due."""
+        progress = self.position / self.recipe.steps
+        frame = self.stepper.run_eagerly(lambda: self.film.take(self.strategy, progress, is_last))
+        if frame is not None:
+            self.journal.emit(events.FrameEvent, **frame)
 
     def roll_back(self, diverged: Diverged) -> None:
         """Restores the last good state with a lower learning rate. Raises ``diverged`` on the second rollback."""

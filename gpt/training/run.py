@@ -167,6 +167,7 @@ def open_run(
     world, config = session.world, started.config
     inputs = open_inputs(started, changes, session, prepared)
     environment.write_message(environment.RUN, started.run)
+    session.listen(events.Opened(str(started.run)))
     if started.saved is None:
         started = replace(started, record=data_record(started.record, inputs.data, inputs.init, inputs.teachers))
     facts = find_facts(inputs, world)

@@ -29,7 +29,6 @@ class Costs:
     default_windows: int
     all_windows: int
     pairs: int  # default pairs to check per split
-    yardsticks: float = 0.0  # measuring the yardsticks of the held-out text
     compiled: bool = False  # whether the steps were compiled
     elapsed: float = 0.0  # since the start of the run
 
@@ -68,7 +67,7 @@ class TimeBudget:
         return cls(
             total=60 * minutes,
             evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample,
-            end=last_evaluation + costs.save + costs.sample + costs.yardsticks + END_SECONDS,
+            end=last_evaluation + costs.save + costs.sample + END_SECONDS,
             pauses=math.ceil(pauses),
             samples=samples,
             windows=max(1, windows),

@@ -147,7 +147,9 @@ def test_train_prints_and_stores_yardsticks(gpt: Gpt, text: Path) -> None:
     assert "model  worse than " in result.out
     stored = json.loads(Path("one/run.json").read_text())["result"]
     values = json.loads(gpt("train", "--resume", "one", "--json").out)  # A finished run prints its result again.
-    assert values["yardsticks"] == stored["yardsticks"] != {}
+    assert (
+        values["yardsticks"] == stored["yardsticks"] == json.loads(Path("one/run.json").read_text())["yardsticks"] != {}
+    )
     assert values["verdict"].startswith("worse than ")
     quiet = gpt(*args, "-o", "two", "-q")
     assert "xz" not in quiet.out and "loss" in quiet.out and quiet.err == ""
@@ -187,12 +189,12 @@ def test_report_has_yardsticks_in_nats(gpt: Gpt, two_runs: list[Path]) -> None:
     assert levels["xz"] == pytest.approx(one.yardsticks.xz * levels["uniform"] / one.yardsticks.uniform)
 
 
-@pytest.mark.parametrize("stored", [None, {}, {"xz": "low"}, 3])
+@pytest.mark.parametrize("stored", [None, {}, {"xz": "low"}])
 def test_old_and_damaged_records_have_no_yardsticks(gpt: Gpt, two_runs: list[Path], stored: Any) -> None:
     record = json.loads(Path("one/run.json").read_text())
-    del record["result"]["yardsticks"], record["result"]["trend"]
+    del record["result"]["yardsticks"], record["result"]["trend"], record["yardsticks"]
     if stored is not None:
-        record["result"]["yardsticks"] = stored
+        record["yardsticks"] = stored
     Path("one/run.json").write_text(json.dumps(record))
     values = json.loads(gpt("report", "one", "--json").out)
     assert values["yardsticks"] is None
