@@ -118,7 +118,7 @@ class Journal:
     def end(self, result: Result, reason: str) -> Result:
         """Reports and records the result of the run. Returns it with its duration."""
         best, held_out, state = int(result.checkpoint.name.partition("-")[2]), result.held_out_answers, self.state
-        self.emit(events.SampleEvent, best, text=result.sample, prompt=result.prompt)
+        self.emit(events.SampleEvent, best, text=result.sample, prompt=result.prompt, verdict=result.verdict)
         if result.answers is not None:
             counts = {f"held_out_{key}": count for key, count in vars(held_out).items()} if held_out else {}
             self.emit(events.AnswersEvent, **vars(result.answers), **counts)
