@@ -6,6 +6,7 @@ Trains a model on the words of docs/exercises-inside.md, in a temporary folder.
 """
 
 import contextlib
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -13,33 +14,34 @@ import numpy as np
 from outputs import BLOCK
 
 import gpt
+from gpt.config.events import StepEvent
 from gpt.insight import inspect
 
 PAGE = Path(__file__).resolve().parent / "exercises-inside.md"
 PROMPT = ">wqfkzcjbhm>wqfkzcjbhm"
-EVERY = 30  # steps between rows
+EVERY, STEPS, SHOWN = 30, 600, 240  # steps between rows; of the run; up to which all rows are shown
 
 
 def main() -> None:
-    """Trains, and prints the scores of the two heads that copy, by step."""
+    """Trains, and prints the most attention that a head gives to each of two kinds of keys, by step."""
     exec(next(code for kind, code, _ in BLOCK.findall(PAGE.read_text("utf-8")) if kind == "python"), {})
-    losses = {}
+    losses = []
 
     def listen(event: object) -> None:
-        if isinstance(event, gpt.config.events.EvalEvent):
-            losses[event.step] = event.val_loss
+        if isinstance(event, StepEvent):
+            losses.append(event.loss)
 
     run = gpt.train(
-        "twice.jsonl", preset="pico", tokenizer="bytes", steps=600, eval_every=EVERY, save_every=EVERY, keep=20,
+        "twice.jsonl", preset="pico", tokenizer="bytes", steps=STEPS, save_every=EVERY, keep=STEPS // EVERY,
         listen=listen,
     ).run  # fmt: skip
-    print("| step | held-out loss | previous token | matching earlier pattern |\n|---:|---:|---:|---:|")
-    for step, loss in losses.items():
+    print("| step | training loss | token before | token after an earlier occurrence |\n|---:|---:|---:|---:|")
+    for step in [*range(EVERY, SHOWN + 1, EVERY), STEPS]:
         model = gpt.load(run / f"step-{step:06}", device="cpu", dtype="float32")
-        ids = np.array(model.tokenizer.prompt(PROMPT))
+        ids = np.array([*model.tokenizer.prompt(""), *model.tokenizer.prompt(PROMPT)])  # As in training.
         scores = inspect.head_scores(inspect.trace(model.model, ids).patterns, ids).scores
         previous, matching = (np.max(scores[kind]) for kind in ("previous", "matching"))
-        print(f"| {step} | {loss:.2f} | {previous:.0%} | {matching:.0%} |")
+        print(f"| {step} | {statistics.fmean(losses[step - 10 : step]):.2f} | {previous:.0%} | {matching:.0%} |")
 
 
 if __name__ == "__main__":

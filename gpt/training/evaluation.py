@@ -19,7 +19,6 @@ from gpt.decoding.context import Context
 from gpt.decoding.engine import generate
 from gpt.insight import evaluate, report
 from gpt.insight.evaluate import Window
-from gpt.insight.yardsticks import MIN_COMPARED_BYTES, describe
 from gpt.model.decoder import GPT
 from gpt.model.loss import bits_per_byte, score_preferences
 from gpt.model.params import breakdown
@@ -108,15 +107,6 @@ def _compare(run: RunContext) -> dict[str, Any]:
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
         trend = None if run.teachers or run.recipe.own_teachers else report.read_history(run.path).trend
     return {"yardsticks": run.data.measure_yardsticks(), "trend": trend}
-
-
-def rank_among_yardsticks(run: RunContext, loss: float | None) -> str:
-    """Returns a sentence that ranks a held-out ``loss`` among the yardsticks. It is empty if they are not known, or
-    measure little, and on other ranks than the first."""
-    data = run.data
-    if loss is None or not run.world.is_main or data.held_out_bytes < MIN_COMPARED_BYTES:
-        return ""
-    return describe(bits_per_byte(loss * data.held_out_targets, data.held_out_bytes), data.measure_yardsticks(), None)
 
 
 def _check_answers(

@@ -21,13 +21,7 @@ from gpt.system.errors import Interrupted, PeerLost, ProgramFailure, WorkError, 
 from gpt.system.interrupt import Stopped
 from gpt.training.checkpointing import Checkpointer, check_disk_space, error_text
 from gpt.training.context import Result, RunContext
-from gpt.training.evaluation import (
-    evaluate_best,
-    measure_held_out,
-    rank_among_yardsticks,
-    sample_lines,
-    windows_to_evaluate,
-)
+from gpt.training.evaluation import evaluate_best, measure_held_out, sample_lines, windows_to_evaluate
 from gpt.training.journal import Journal
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.preferences import open_reference
@@ -269,8 +263,7 @@ class Trainer:
         if self.is_due("sample_every") and state.cycle_step and not is_last:
             sample = partial(sample_lines, self.run, self.strategy, self.run.compute, recipe.seed)
             text = self.stepper.run_eagerly(sample)
-            verdict = rank_among_yardsticks(self.run, state.measured_loss)
-            self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt, verdict=verdict)
+            self.journal.report_sample(text)
         state.settled_step = state.step
         if is_last:
             self.checkpointer.save(self.run_recipe, lambda: self.session.stop.signum is not None)

@@ -65,11 +65,10 @@ class TimeBudget:
         answers = min(costs.pairs, last_windows // 2)  # pairs per split
         last_evaluation = 1.5 * costs.window * (last_windows + 2 * answers)
         sample_seconds = (4 if samples else 1) * costs.sample
-        early = costs.yardsticks if samples else 0.0  # The first sample comes with a comparison.
         return cls(
             total=60 * minutes,
-            evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample + early,
-            end=last_evaluation + costs.save + costs.sample + (costs.yardsticks - early) + END_SECONDS,
+            evaluations=pauses * (windows * costs.window + costs.save) + sample_seconds - costs.sample,
+            end=last_evaluation + costs.save + costs.sample + costs.yardsticks + END_SECONDS,
             pauses=math.ceil(pauses),
             samples=samples,
             windows=max(1, windows),
