@@ -3,20 +3,27 @@
 import contextlib
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.segment import Segment, Segments
 from rich.text import Text
 
 from gpt.config import events
 from gpt.config.events import format_seconds
 
 from .render import percent_of_peak, sample_text
+from .render_chart import Series, chart
 from .terminal import stderr
 
 LINE_SECONDS = 5.0  # Seconds between progress lines if stderr is not a terminal.
+CHART_ROWS = 8
+# The fewest rows of a terminal that shows the chart while training, and next to all samples and the result.
+MIN_LIVE_ROWS, MIN_END_ROWS = 30, 45
+SAMPLE_LINES = 4
 
 
 @contextlib.contextmanager
@@ -33,33 +40,28 @@ def startup_spinner(quiet: bool) -> Iterator[None]:
         gc.enable()
 
 
-class Sparkline:
-    """A sparkline of up to `WIDTH` bars with eight heights. Every bar is the mean of equally many values."""
+class Curve:
+    """Losses by step, as at most 2 · `POINTS` points. Every point is the mean of equally many losses."""
 
-    WIDTH = 24
+    POINTS = 40
 
     def __init__(self) -> None:
-        self.bars: list[float] = []
-        self.values_per_bar = 1
+        self.points: list[tuple[float, float]] = []
+        self.losses_per_point = 1
         self.pending: list[float] = []
 
-    def add(self, value: float) -> None:
-        """Adds a value; ignores NaN and infinity."""
-        if not math.isfinite(value):
+    def add(self, step: int, loss: float) -> None:
+        """Adds a loss; ignores NaN and infinity."""
+        if not math.isfinite(loss):
             return
-        self.pending.append(value)
-        if len(self.pending) == self.values_per_bar:
-            self.bars.append(sum(self.pending) / self.values_per_bar)
+        self.pending.append(loss)
+        if len(self.pending) == self.losses_per_point:
+            self.points.append((step, statistics.fmean(self.pending)))
             self.pending = []
-        if len(self.bars) == 2 * self.WIDTH:
-            self.bars = [(a + b) / 2 for a, b in zip(self.bars[::2], self.bars[1::2], strict=True)]
-            self.values_per_bar *= 2
-
-    def draw(self, width: int) -> str:
-        """Returns the last ``width`` bars."""
-        visible = self.bars[-min(width, self.WIDTH) :]
-        low, high = min(visible, default=0.0), max(visible, default=0.0)
-        return "".join("▁▂▃▄▅▆▇█"[round((bar - low) / ((high - low) or 1) * 7)] for bar in visible)
+        if len(self.points) == 2 * self.POINTS:
+            pairs = zip(self.points[::2], self.points[1::2], strict=True)
+            self.points = [(step, (a + b) / 2) for (_, a), (step, b) in pairs]
+            self.losses_per_point *= 2
 
 
 class Bar:
@@ -71,10 +73,12 @@ class Bar:
         self.first_report: tuple[float, int] | None = None  # Time and progress at the first report.
         self.start = self.last_line = time.monotonic()
         self.draw: Callable[[int], Text] = lambda width: Text()  # Draws the live line for a width.
+        self.below: list[Segment] = []  # What a terminal shows below the live line.
         self.live: Any = None
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield self.draw(options.max_width)
+        yield from self.below
 
     def __enter__(self) -> Self:
         if not self.quiet and self.console.is_terminal:
@@ -161,8 +165,9 @@ class TrainDisplay:
         self.console = console or stderr()
         self.quiet = quiet
         self.plan, self.plan_time = events.Plan(0, 0), 0.0
-        self.losses = Sparkline()
-        self.held_out, self.step = "", 0  # The latest evaluation and step.
+        self.losses, self.held_out_losses = Curve(), Curve()
+        self.chart: list[Segment] = []  # Rendered once per evaluation: at 8 Hz it would slow training.
+        self.held_out, self.step, self.left = "", 0, ""  # The latest evaluation, step and time left.
         self.bar: Bar | None = None
 
     def __enter__(self) -> Self:
@@ -191,16 +196,24 @@ class TrainDisplay:
                 self.__exit__()
                 self.plan, self.plan_time = event, time.monotonic()
             case events.StepEvent():
-                self.losses.add(event.loss)
-                self.step = event.step
+                self.losses.add(event.step, event.loss)
                 parts = self._parts(event)
+                self.step, self.left = event.step, parts[-1][1]
                 line = "  ".join(text for _, text in parts if text)
-                self._task_bar("", "steps").show(lambda width: self.draw_step(event, width), line)
+                bar = self._task_bar("", "steps")
+                bar.below = self.chart
+                bar.show(lambda width: self.draw_step(event, width), line)
             case events.EvalEvent():
                 self.held_out = outcome("held-out", event.val_loss, event) + (" (best)" if event.best else "")
+                self.held_out_losses.add(event.step, event.val_loss)
+                self.chart = self._draw_chart()
             case events.SampleEvent() if self.step == event.step < self.plan.steps:  # The result has the last one.
-                self.console.print(Text(f"step {event.step:,}  {self.held_out}", "cyan"))
-                self.console.print(sample_text(event.prompt, event.text))
+                facts = [f"step {event.step:,}", self.left, self.held_out, event.verdict]
+                self.console.print(Text("  ".join(filter(None, facts)), "cyan"))
+                self.console.print(sample_text(event.prompt, event.text, SAMPLE_LINES))
+            case events.EndEvent() if self.chart and self.console.height >= MIN_END_ROWS:
+                self.__exit__()
+                self.console.print(Segments(self.chart))
 
     def _task_bar(self, verb: str, unit: str) -> Bar:
         if self.bar is None or self.bar.verb != verb:
@@ -224,9 +237,15 @@ class TrainDisplay:
         ]
 
     def draw_step(self, event: events.StepEvent, width: int) -> Text:
-        """Returns the live line: a progress bar, the parts of the step, and a sparkline of the loss."""
+        """Returns the live line: a progress bar and the parts of the step."""
         fraction = event.step / max(1, self.plan.steps)
         if self.plan.seconds:
             fraction = (time.monotonic() - self.plan_time) / self.plan.seconds
-        curve = Text(self.losses.draw(width // 6), "magenta")
-        return fit_line([(4, draw_bar(fraction, width)), *self._parts(event), (5, curve)], width)
+        return fit_line([(4, draw_bar(fraction, width)), *self._parts(event)], width)
+
+    def _draw_chart(self) -> list[Segment]:
+        """Returns a chart of the losses if the terminal has room for it."""
+        if not self.console.is_terminal or self.console.height < MIN_LIVE_ROWS:
+            return []
+        curves = [Series("training", self.losses.points, pale=True), Series("held-out", self.held_out_losses.points, 1)]
+        return list(self.console.render(chart("loss", "step", curves, self.console, CHART_ROWS)))

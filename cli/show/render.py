@@ -66,13 +66,13 @@ def bar(share: float, width: int) -> Text:
     return Text(mark * round(width * min(1.0, max(0.0, share))), "blue")
 
 
-def excerpt(text: str, lines: int = 5) -> str:
+def excerpt(text: str, lines: int) -> str:
     """Returns the first nonblank lines of a text, indented."""
     nonblank = [line for line in text.strip().splitlines() if line.strip()][:lines]
     return "\n".join("    " + line for line in nonblank)
 
 
-def sample_text(prompt: str, text: str, lines: int = 5) -> Text:
+def sample_text(prompt: str, text: str, lines: int) -> Text:
     """Returns the first lines of a sample, with its prompt dimmed."""
     styled, start = Text(excerpt(text, lines), "italic"), excerpt(prompt, lines)
     if styled.plain.startswith(start):
@@ -135,7 +135,7 @@ def result(result: "Result", quiet: bool = False) -> None:
     if result.answers is not None:
         held_out = "" if result.held_out_answers is None else f" trained on, {result.held_out_answers} held out"
         fact("pairs", f"answered exactly (greedy): {result.answers}{held_out}")
-    sample = sample_text(result.prompt, result.sample, 12)
+    sample = sample_text(result.prompt, result.sample, 8)
     show(Text.assemble(("sample", "bold"), f" of {result.checkpoint.name}\n", sample))
     is_short = result.answers is not None and len(result.prompt) <= 60 and result.prompt.isprintable()
     prompt = f"{shlex.quote(result.prompt)} --greedy" if is_short else '"Once upon"'

@@ -63,10 +63,12 @@ class EvalEvent(Rewards, Event):
 
 @dataclass(frozen=True)
 class SampleEvent(Event):
-    """A few lines sampled from the model of ``step``, which begin with the ``prompt``."""
+    """A few lines sampled from the model of ``step``, which begin with the ``prompt``. The ``verdict`` ranks it among
+    the yardsticks."""
 
     text: str
     prompt: str = ""
+    verdict: str = ""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@ prompts."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def load_tokens(folder: TokenFolder, found: bool) -> Dataset:
         prompt_ids=folder.tokenizer.prompt(prompt),
         prompt=prompt,
         documents=folder.documents,
-        measure_yardsticks=lambda: measure(folder.tokenizer, held_out, train, targets / max(1, held_out_bytes)),
+        measure_yardsticks=cache(lambda: measure(folder.tokenizer, held_out, train, targets / max(1, held_out_bytes))),
     )
 
 

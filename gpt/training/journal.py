@@ -7,8 +7,9 @@ from typing import Any
 
 from gpt.config import events
 from gpt.config.events import format_seconds
-from gpt.insight.yardsticks import is_overfitted
+from gpt.insight.yardsticks import MIN_COMPARED_BYTES, describe, is_overfitted
 from gpt.model.decoder import GPT
+from gpt.model.loss import bits_per_byte
 from gpt.model.params import breakdown
 from gpt.runs import folder
 from gpt.runs.record import Resumed, RunRecord
@@ -112,6 +113,14 @@ class Journal:
         speed = self.speed.rates(step * self.recipe.batch_tokens, self.state.step_seconds)
         self.emit(events.StepEvent, step, loss=loss, lr=lr, grad_norm=norm, **speed, **scores)
 
+    def report_sample(self, text: str) -> None:
+        """Reports a sample, with a sentence that ranks the newest held-out loss among the yardsticks."""
+        data, loss, verdict = self.run.data, self.state.measured_loss, ""
+        if self.metrics is not None and loss is not None and data.held_out_bytes >= MIN_COMPARED_BYTES:
+            bits = bits_per_byte(loss * data.held_out_targets, data.held_out_bytes)
+            verdict = describe(bits, data.measure_yardsticks(), None)
+        self.emit(events.SampleEvent, text=text, prompt=data.prompt, verdict=verdict)
+
     def report_save(self, step: int) -> None:
         """Reports a checkpoint that is complete on disk."""
         self.emit(events.SaveEvent, checkpoint=folder.step_name(step))
@@ -119,7 +128,7 @@ class Journal:
     def end(self, result: Result, reason: str) -> Result:
         """Reports and records the result of the run. Returns it with its duration."""
         best, held_out, state = int(result.checkpoint.name.partition("-")[2]), result.held_out_answers, self.state
-        self.emit(events.SampleEvent, best, text=result.sample, prompt=result.prompt)
+        self.emit(events.SampleEvent, best, text=result.sample, prompt=result.prompt, verdict=result.verdict)
         if result.answers is not None:
             counts = {f"held_out_{key}": count for key, count in vars(held_out).items()} if held_out else {}
             self.emit(events.AnswersEvent, **vars(result.answers), **counts)

@@ -265,7 +265,7 @@ class Trainer:
         if self.is_due("sample_every") and state.cycle_step and not is_last:
             sample = partial(sample_lines, self.run, self.strategy, self.run.compute, recipe.seed)
             text = self.stepper.run_eagerly(sample)
-            self.journal.emit(events.SampleEvent, text=text, prompt=self.data.prompt)
+            self.journal.report_sample(text)
         if self.is_due("eval_every") and state.cycle_step:
             self.take_frame(is_last)
         state.settled_step = state.step

@@ -326,8 +326,8 @@ def test_close_names_are_offered_for_missing_files(gpt: Gpt, book: Path, args: l
     assert (result.code, result.err.splitlines()[-1]) == (2, 'hint: did you mean "book.txt"?')
 
 
-def terminal(width: int) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, color_system=None)
+def terminal(width: int, height: int = 25) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=height, color_system=None)
 
 
 def live_line(display: progress.TrainDisplay) -> str:
@@ -343,7 +343,7 @@ def live_line(display: progress.TrainDisplay) -> str:
 @pytest.mark.parametrize("width", [20, 60, 80, 100, 140])
 @pytest.mark.parametrize("plan", [events.Plan(12_000, 64), events.Plan(12_000, 64, "teacher 3 of 8", 3800.0)])
 def test_training_line_fits_and_drops_the_least_important(width: int, plan: events.Plan) -> None:
-    dropped = ["tokens/s (41.3 % MFU)", "▁", "━", "step 1,210", "held-out 3.250 (best)", "loss 4.500", " left"]
+    dropped = ["tokens/s (41.3 % MFU)", "━", "step 1,210", "held-out 3.250 (best)", "loss 4.500", " left"]
     with progress.TrainDisplay(quiet=False, console=terminal(width)) as display:
         display(plan)
         display(events.EvalEvent(5, 320, 1.0, val_loss=3.25, best=True))
@@ -384,15 +384,35 @@ def test_a_task_without_a_total_shows_the_time_that_has_passed(monkeypatch: pyte
         assert display.bar is None
 
 
-def test_samples_while_training_are_shown_with_their_prompt() -> None:
+@pytest.mark.parametrize(("height", "shown"), [(25, (False, False)), (30, (True, False)), (45, (True, True))])
+def test_chart_of_losses_is_shown_if_the_terminal_has_room(height: int, shown: tuple[bool, bool]) -> None:
+    with progress.TrainDisplay(quiet=False, console=terminal(80, height)) as display:
+        display(events.Plan(1000, 64))
+        for step in range(1, 501):
+            display(events.StepEvent(step, 64 * step, 2.0, 6 - step / 100, 0.1, 1.0, tokens_per_second=320.0))
+            if step % 100 == 0:
+                display(events.EvalEvent(step, 64 * step, 2.0, val_loss=7 - step / 100, best=True))
+        display(events.StepEvent(501, 64 * 501, 2.0, 1.0, 0.1, 1.0, tokens_per_second=320.0))
+        assert display.bar is not None
+        live = terminal(80)
+        live.print(display.bar)
+        display(events.EndEvent(501, 64 * 501, 3.0, "steps", None, None, None))
+    printed = display.console.file.getvalue().rpartition("\x1b")[2]  # type: ignore[attr-defined]
+    texts = [live.file.getvalue(), printed]  # type: ignore[attr-defined]
+    assert tuple("held-out" in text and "training" in text for text in texts) == shown
+    assert all(cell_len(line) <= 80 for text in texts for line in text.splitlines())
+
+
+def test_samples_while_training_tell_how_good_the_model_is() -> None:
+    verdict = "worse than xz by 17%"
     with progress.TrainDisplay(quiet=False, console=terminal(120)) as display:
         display(events.Plan(100, 64))
         display(events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0))
-        display(events.SampleEvent(10, 640, 2.0, text="first line\n\nsecond", prompt="first"))
+        display(events.SampleEvent(10, 640, 2.0, text="first line\n\nsecond", prompt="first", verdict=verdict))
         display(events.SampleEvent(5, 320, 2.0, text="of the best checkpoint"))  # The result shows it.
     text = display.console.file.getvalue()  # type: ignore[attr-defined]
-    assert "step 10" in text and "first line" in text and "second" in text and "best" not in text
-    spans = render.sample_text("first", "first line\n\nsecond").spans
+    assert f"step 10  18 s left  {verdict}" in text and "first line" in text and "second" in text and "best" not in text
+    spans = render.sample_text("first", "first line\n\nsecond", 4).spans
     assert [(span.start, span.end, span.style) for span in spans] == [(0, 9, "dim")]
 
 

@@ -58,6 +58,16 @@ def test_quoted_code_matches_the_source(name: str) -> None:
             assert re.search(rf"(class|def) {word}\b", text), f"{file} has no {definition}"
 
 
+def test_update_by_hand_has_the_numbers_of_the_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "learning.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(block, "example", "exec"), {})
+    printed = re.findall(r"\d+\.\d+", capsys.readouterr().out)
+    assert len(printed) == 20
+    for number in printed:
+        assert f"{float(number):.3f}" in page, number
+
+
 def strip_comment(line: str) -> str:
     return line.split("  #")[0]
 

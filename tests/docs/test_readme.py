@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Done, make_text
 
+from gpt.model import kernels
+
 PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb", "--also")
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
     if page.name != "reference.md"  # The tests of --help parse its examples.
 }
+EXERCISES = "docs/exercises.md", "docs/exercises-inside.md"  # Their commands and Python examples need each other.
 
 
 def commands(page: str) -> Iterator[str]:
@@ -54,11 +57,15 @@ def few_steps(monkeypatch: pytest.MonkeyPatch, workdir: Path) -> None:
 
 
 @pytest.mark.usefixtures("few_steps")
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if any(commands(text))])
+@pytest.mark.parametrize("page", [page for page in PAGES if any(commands(PAGES[page])) and page not in EXERCISES])
 def test_documented_commands_run(gpt: Callable[..., Done], page: str) -> None:
+    run_commands(gpt, PAGES[page])
+
+
+def run_commands(gpt: Callable[..., Done], page: str) -> None:
     import gpt_cli.main
 
-    for line in commands(PAGES[page]):
+    for line in commands(page):
         words = shlex.split(line)
         if any(mark in line for mark in PARSED_ONLY):
             command = gpt_cli.main.make_app()
@@ -84,10 +91,21 @@ def run_example(code: str) -> None:
 
 @pytest.mark.usefixtures("few_steps")
 @pytest.mark.parametrize(
-    "page", [page for page, text in PAGES.items() if "import gpt\n" in "".join(python_blocks(text))]
+    "page", [page for page in PAGES if "import gpt\n" in "".join(python_blocks(PAGES[page])) and page not in EXERCISES]
 )
 def test_python_examples_run(page: str) -> None:
     run_example("\n".join(python_blocks(PAGES[page])).replace("steps=50", "steps=2, block_size=32, batch_tokens=256"))
+
+
+@pytest.mark.usefixtures("few_steps")
+def test_exercises_run_in_order(gpt: Callable[..., Done], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "make_causal_mask", kernels.make_causal_mask)  # The last exercise replaces it.
+    text = re.sub(r"steps[ =]\d+", lambda steps: f"{steps[0][:6]}2", "".join(PAGES[page] for page in EXERCISES))
+    for block in re.findall(r"```(?:console|python)\n.*?```", text.replace("30_000", "300"), re.DOTALL):
+        run_commands(gpt, block)
+        for code in python_blocks(block):
+            run_example(code)
+    assert {path.name for path in Path("runs").iterdir()} == {"book", "small", "both", "twice", "cheat"}
 
 
 @pytest.mark.usefixtures("few_steps")

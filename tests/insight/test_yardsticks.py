@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import Gpt, make_text, train
@@ -139,7 +140,9 @@ def test_sentence(bits: float | None, xz: float | None, size: int, trend: Any, s
 # The commands
 
 
-def test_train_prints_and_stores_yardsticks(gpt: Gpt, text: Path) -> None:
+def test_train_prints_and_stores_yardsticks(gpt: Gpt, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure_once = Mock(side_effect=measure)
+    monkeypatch.setattr("gpt.training.data.measure", measure_once)
     settings = ["--steps", "12", "--n-layer", "1", "--n-head", "1", "--n-embd", "16", "--block-size", "16"]
     args = ["train", text, *settings, "--batch-tokens", "64", "--vocab-size", "300"]
     result = gpt(*args, "-o", "one")
@@ -151,6 +154,12 @@ def test_train_prints_and_stores_yardsticks(gpt: Gpt, text: Path) -> None:
         values["yardsticks"] == stored["yardsticks"] == json.loads(Path("one/run.json").read_text())["yardsticks"] != {}
     )
     assert values["verdict"].startswith("worse than ")
+    logged = map(json.loads, Path("one/metrics.jsonl").read_text().splitlines())
+    samples = [event for event in logged if event["event"] == "sample"]
+    assert [sample["step"] for sample in samples[:3]] == [3, 6, 9]
+    assert all(sample["verdict"].startswith("worse than ") for sample in samples)
+    assert samples[-1]["verdict"] == values["verdict"] and samples[0]["verdict"] in " ".join(result.err.split())
+    measure_once.assert_called_once()
     quiet = gpt(*args, "-o", "two", "-q")
     assert "xz" not in quiet.out and "loss" in quiet.out and quiet.err == ""
 

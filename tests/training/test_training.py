@@ -559,7 +559,7 @@ def test_fine_tunes_that_do_not_improve_stop_and_use_the_best_checkpoint(
     assert any(note.startswith(f"{words} step {best}; that checkpoint is used") for note in notes)
     sample = next(event for event in reversed(heard) if isinstance(event, events.SampleEvent))
     assert (sample.step, sample.text, sample.prompt) == (best, result.sample, result.prompt)
-    assert result.verdict.startswith(verdict)
+    assert result.verdict.startswith(verdict) and sample.verdict == result.verdict
 
 
 @pytest.mark.parametrize("has_few", [True, False])
