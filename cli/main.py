@@ -207,10 +207,9 @@ def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
         return error.exit_code, error.message, error.hint or f"see gpt {command} --help"
     if isinstance(error, typer.TyperException):  # The parser rejected the command line.
         context = getattr(error, "ctx", None)
-        if (suggestion := other_programs.suggest(error, context)) is not None:
-            return error.exit_code, *suggestion
-        path = context.command_path if context else "gpt"
-        return error.exit_code, error.format_message().rstrip("."), f"see {path} --help"
+        see_help = f"see {context.command_path if context else 'gpt'} --help"
+        hint = other_programs.explain_extra_argument(error, context) or see_help
+        return error.exit_code, error.format_message().rstrip("."), hint
     if isinstance(error, Interrupted):
         return error.exit_code, error.message, ""
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):

@@ -42,13 +42,6 @@ class PlanConfig:
     batch_tokens: int | None = _step(
         None, "Tokens per step, over all ranks", shown="from the preset", low=1, high=2**40
     )
-    micro_batch: int | None = _step(None, "Sequences per forward pass on each rank", shown="the most that fit", low=1)
-    shard: Literal["auto", "none", "full"] = _step(
-        "auto", "Shard weights, gradients and optimizer state; auto: only if needed"
-    )
-    recompute: Literal["auto", "on", "off"] = _step(
-        "auto", "Recompute activations in the backward pass; auto: only if needed"
-    )
 
     def __post_init__(self) -> None:
         check_options(self)

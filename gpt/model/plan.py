@@ -50,10 +50,13 @@ def plans(config: GPTConfig, request: PlanConfig, batch_tokens: int) -> list[Tra
     device_counts = sorted(
         {2**n for n in range(request.devices.bit_length()) if 2**n <= request.devices} | {request.devices}
     )
-    result = [plan for n in device_counts if (plan := _choose_plan(config, request, rows, n)) is not None]
-    if not result or result[-1].devices != request.devices:
-        _raise_uneven(config, request, rows)
-    return result
+    if rows % (n := request.devices):
+        multiple = -(-rows // n) * n * config.block_size
+        raise UserError(
+            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices",
+            f"use --batch-tokens {multiple}, or --devices {max(d for d in divisors(rows) if d <= n)}",
+        )
+    return [_choose_plan(config, request, rows, n) for n in device_counts if rows % n == 0]
 
 
 def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
@@ -65,30 +68,23 @@ def step_rows(config: GPTConfig, batch_tokens: int, is_requested: bool) -> int:
     return max(1, round(batch_tokens / T))
 
 
-def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan | None:
-    """Returns the first plan that fits, else the plan that needs the least memory. Returns None if there is no
-    setup."""
-    smallest: TrainingPlan | None = None
+def _choose_plan(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> TrainingPlan:
+    """Returns the first plan that fits, else the plan that needs the least memory."""
     kind = find_kind(request.kind)
     days = training_days(config, request, devices, kind)
-    for setup in setups(config, request, rows, devices):
-        plan = TrainingPlan(
-            devices, setup, count_step_memory(config, setup), usable_bytes(config, setup, kind.memory), days
-        )
-        if plan.fits:
-            return plan
-        if smallest is None or plan.memory.peak < smallest.memory.peak:
-            smallest = plan
-    return smallest
+    candidates = [
+        TrainingPlan(devices, setup, count_step_memory(config, setup), usable_bytes(config, setup, kind.memory), days)
+        for setup in setups(config, request, rows, devices)
+    ]
+    smallest = min(candidates, key=lambda plan: plan.memory.peak)
+    return next((plan for plan in candidates if plan.fits), smallest)
 
 
 def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> Iterator[Setup]:
     """Yields setups, fastest first. Sharding adds communication, and recomputation adds a third to the computation."""
-    memory, rank_rows = find_kind(request.kind).memory, rows // devices
-    if rows % devices:
-        return
-    for shard in {"none": (False,), "full": (True,), "auto": (False, True) if devices > 1 else (False,)}[request.shard]:
-        for recompute in {"on": (True,), "off": (False,), "auto": (False, True)}[request.recompute]:
+    memory = find_kind(request.kind).memory
+    for shard in (False, True) if devices > 1 else (False,):
+        for recompute in (False, True):
             setup = Setup(
                 dtype=request.dtype,
                 optimizer=request.optimizer,
@@ -98,10 +94,7 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
                 device="cpu" if request.kind == "cpu" else "cuda",
                 whole_gradients=accumulates_whole(config, memory),
             )
-            if request.micro_batch is None:
-                yield with_largest_micro_batch(config, setup, rank_rows, memory)
-            elif rank_rows % request.micro_batch == 0:
-                yield with_loss_chunks(config, with_micro_batch(setup, request.micro_batch, rank_rows), memory)
+            yield with_largest_micro_batch(config, setup, rows // devices, memory)
 
 
 def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
@@ -157,19 +150,3 @@ def training_days(config: GPTConfig, request: PlanConfig, devices: int, kind: Ki
         return None
     flops = flops_per_token(config, config.block_size) * trained_tokens(config, request)
     return flops / (devices * peak * request.mfu) / DAY
-
-
-def _raise_uneven(config: GPTConfig, request: PlanConfig, rows: int) -> None:
-    """Raises the `UserError` for a step whose sequences cannot be split evenly over all devices or into
-    micro-batches."""
-    n = request.devices
-    if rows % n:
-        multiple = -(-rows // n) * n * config.block_size
-        raise UserError(
-            f"the {rows:,} sequences of a step cannot be split evenly over {n:,} devices",
-            f"use --batch-tokens {multiple}, or --devices {max(d for d in divisors(rows) if d <= n)}",
-        )
-    raise UserError(
-        f"a micro-batch of {request.micro_batch} does not divide the {rows // n:,} sequences of a rank",
-        "use one of " + ", ".join(map(str, divisors(rows // n))),
-    )
