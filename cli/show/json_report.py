@@ -72,7 +72,7 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
     for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
         values, nats = run["yardsticks"] or {}, run["bits_per_nat"] if len(runs) == 1 else None
-        known = [name for name in ("xz", "unigram", "uniform") if nats and values.get(name) is not None]
+        known = [name for name in ("ppmd", "xz", "unigram", "uniform") if nats and values.get(name) is not None]
         levels = {name: values[name] / nats for name in known}  # In nats per token.
         run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
         run["frames"] = [asdict(frame) for frame in report.history.frames] if len(runs) == 1 else []
