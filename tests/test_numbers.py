@@ -103,7 +103,7 @@ def test_training_continues_if_samples_fail(gpt: Gpt, tmp_path: Path, monkeypatc
     options = to_options(tiny)
     result = gpt("train", text, "-o", tmp_path / "run", "--steps", "4", "--json", *options)
     assert result.code == 0, result.err
-    assert result.err.count("could not generate a sample: the model produced NaN or infinite logits") == 2
+    assert result.err.count("could not generate a sample: the model produced NaN or infinite logits") >= 2
     assert json.loads(result.out)["steps"] == 4
 
 

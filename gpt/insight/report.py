@@ -55,6 +55,7 @@ class History:
             case events.SampleEvent():
                 self.samples.append(event)
             case events.FrameEvent():
+                _remove_after(self.frames, event.step - 1)
                 self.frames.append(event)
             case events.RollbackEvent():
                 self._drop_after(event.step)

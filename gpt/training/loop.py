@@ -262,12 +262,12 @@ class Trainer:
             self.evaluate()
         is_best = state.cycle_step > 0 and state.measured_step == state.step and state.evals_since_best == 0
         is_last = self.is_at_end or self.is_out_of_patience()
+        if self.is_due("eval_every") and state.cycle_step:
+            self.take_frame(is_last)
         if self.is_due("sample_every") and state.cycle_step and not is_last:
             sample = partial(sample_lines, self.run, self.strategy, self.run.compute, recipe.seed)
             text = self.stepper.run_eagerly(sample)
             self.journal.report_sample(text)
-        if self.is_due("eval_every") and state.cycle_step:
-            self.take_frame(is_last)
         state.settled_step = state.step
         if is_last:
             self.checkpointer.save(self.run_recipe)
