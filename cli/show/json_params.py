@@ -94,7 +94,7 @@ class Cost:
             "activations_recomputed": recomputed,
             **pick(memory, "logits", "copies"),
             "moments": dict(memory.moments),
-            **pick(memory, "peak", "snapshot"),
+            **pick(memory, "process", "peak", "snapshot"),
             "sampling": sampling,
         }
 

@@ -114,6 +114,7 @@ def _memory_table(cost: Cost, data: dict[str, Any]) -> Table:
     ]
     if settings.kind == "cpu":
         rows.append(("snapshot", data["snapshot"], "a copy of parameters and optimizer state, for checkpoints"))
+        rows.append(("process", data["process"], "Python, torch and the tokenizer"))
     cells = ((name, format_bytes(n), Text(remark, "dim")) for name, n, remark in rows)
     table = render.table("what", ">bytes", "", title=title, rows=cells)
     table.add_section()

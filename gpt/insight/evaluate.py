@@ -16,13 +16,13 @@ from gpt.corpus.shards import TokenDocument, TokenDocuments
 from gpt.insight.yardsticks import Trend, Yardsticks, describe
 from gpt.model import loss as losses
 from gpt.model.decoder import GPT
-from gpt.model.memory import positions_at_once
 from gpt.system.errors import NotANumber, UserError
 from gpt.tokenizers.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]
 WINDOW = 1024  # Maximum default window. In longer windows, attention takes most of the time.
 MAX_BATCH_TOKENS = 8192  # Maximum positions in a batch of windows.
+MAX_LOGITS = 2**24  # Maximum logits in memory, which float32 copies make 170 MB.
 DECODE_CHUNK = 2**20  # Ids decoded per call.
 
 
@@ -130,11 +130,10 @@ def pad(batch: Sequence[Window]) -> tuple[Ids, Ids]:
 def score_positions(
     model: GPT, batch: Sequence[Window], compute: Compute, score: Callable[[Tensor, Tensor], Tensor]
 ) -> Tensor:
-    """Returns ``score(logits, targets)`` of each position of the padded windows, (n, T). Computes the logits in the
-    chunks of training with a frozen unembedding."""
+    """Returns ``score(logits, targets)`` of each position of the padded windows, (n, T). Keeps at most `MAX_LOGITS`
+    logits in memory."""
     x, y = pad(batch)
-    targets = upload(y.ravel(), compute.device)
-    chunk = positions_at_once(y.size, model.config.vocab_size, 0, compute.device.type, frozen=True)
+    targets, chunk = upload(y.ravel(), compute.device), max(1, MAX_LOGITS // model.config.vocab_size)
     with compute.autocast():
         # The trunk gathers sharded weights; model(x) does not.
         stream = model.trunk(upload(x, compute.device)).flatten(0, 1)

@@ -26,6 +26,9 @@ LOGITS, FROZEN_LOGITS, LOGITS_ON_CPU = 2**30, 2**27, 2**22
 # Minimum positions per chunk: with fewer, it takes too long to read the unembedding, and to add to its gradient.
 MIN_POSITIONS_PER_CHUNK, MIN_FROZEN_POSITIONS = 512, 128
 FLOAT = 4
+# Resident bytes of a CPU run besides a step's: 250 MB for Python and torch, 170 MB for held-out logits and 100 MB of
+# freed memory that glibc keeps, and 2.4 KB of tokenizer per token of the vocabulary.
+PROCESS, PROCESS_PER_TOKEN = 520_000_000, 2_400
 WHOLE_GRADIENTS = 0.25  # Maximum share of device memory for gradients that accumulate unsharded.
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
 # before and after SiLU, the up-projection and the product.
@@ -97,6 +100,7 @@ class StepMemory:
     snapshot: int  # parameters and optimizer state for a checkpoint, in host memory
     moments: Mapping[str, int]
     teachers: int = 0  # weights of the teachers
+    process: int = 0  # everything else in the process, on a CPU
 
     @property
     def minimum(self) -> int:
@@ -105,8 +109,8 @@ class StepMemory:
 
     @property
     def peak(self) -> int:
-        """Maximum of ``moments``."""
-        return max(self.moments.values())
+        """Maximum of ``moments``, in addition to ``process``."""
+        return self.process + max(self.moments.values())
 
 
 def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
@@ -148,7 +152,9 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     if setup.teachers:  # Teachers run before the model does. Their blocks keep nothing for a backward pass.
         working = positions * max(block(teacher, setup) for teacher in setup.teachers)
         moments["teachers"] = permanent + accumulated + working
-    return StepMemory(parameters, gradients, state, activations, loss, fixed + blocks, snapshot, moments, teachers)
+    process = (PROCESS + PROCESS_PER_TOKEN * config.vocab_size) * (setup.device == "cpu")
+    sizes = parameters, gradients, state, activations, loss, fixed + blocks, snapshot
+    return StepMemory(*sizes, moments, teachers, process)
 
 
 def accumulates_whole(config: GPTConfig, memory: int) -> bool:

@@ -102,7 +102,7 @@ def usable_bytes(config: GPTConfig, setup: Setup, memory: int) -> int:
     if setup.device == "cuda":
         return int(USABLE * memory)
     step = count_step_memory(config, setup)
-    permanent = step.minimum + step.snapshot
+    permanent = step.minimum + step.snapshot + step.process
     return permanent + int(CPU_SHARE * max(0, memory - permanent))
 
 

@@ -296,7 +296,7 @@ def test_process_growth_matches_the_estimate(tmp_path: Path, dtype: Any) -> None
     )  # fmt: skip
     del shape["batch_tokens"]
     estimate = count_step_memory(GPTConfig(vocab_size=400, **shape), Setup(256, False, dtype, device="cpu"))
-    assert estimate.peak == pytest.approx(int(done.stdout), rel=0.1)
+    assert estimate.peak - estimate.process == pytest.approx(int(done.stdout), rel=0.1)
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
