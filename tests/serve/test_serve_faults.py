@@ -502,7 +502,8 @@ def raise_panic(*args: object) -> Any:
 
 
 @pytest.mark.parametrize("owner, name", [
-    (Engine, "step"), (Engine, "add"), (ConstraintCache, "find"), (app, "read_prompt"), (answers, "completion_logprobs"),
+    (Engine, "step"), (Engine, "add"), (ConstraintCache, "find"), (app, "read_completion"), (app, "read_prompt"),
+    (answers, "completion_logprobs"),
 ])  # fmt: skip
 @pytest.mark.parametrize("stream", [False, True])
 def test_panic_is_answered_and_printed(
