@@ -3,28 +3,16 @@
 from collections.abc import Sequence
 
 from gpt.serve.protocol import ApiError, Gap
-from gpt.tokenizers.gguf_vocabulary import FIM_WORDS
+from gpt.tokenizers.gguf_vocabulary import FIM_ENDS, FIM_WORDS
 from gpt.tokenizers.tokenizer import Tokenizer
 
 MAX_AROUND = 2048  # Maximum ids before and after the gap, as with llama.cpp's default batch size.
-_WORDS = {  # Token → its texts in the vocabularies of Qwen, StarCoder, Granite, DeepSeek, CodeLlama and GLM.
-    **FIM_WORDS,
-    "fim_pre": (
-        "<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>",
-    ),
-    "fim_suf": (
-        "<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>",
-    ),
-    "fim_mid": (
-        "<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>",
-    ),
-}  # fmt: skip
 
 
 def find_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """Returns the fill-in-the-middle tokens by llama.cpp's names. Raises `ApiError` if there are none."""
     words = {**tokenizer.words, **tokenizer.all_specials}
-    found = {name: [words[text] for text in texts if text in words] for name, texts in _WORDS.items()}
+    found = {name: [words[text] for text in texts if text in words] for name, texts in FIM_WORDS.items()}
     tokens = {name: ids[0] for name, ids in found.items() if ids}
     if not {"fim_pre", "fim_suf", "fim_mid"} <= tokens.keys():
         raise ApiError(400, "suffix is not supported: this model has no fill-in-the-middle tokens", "suffix")
@@ -33,7 +21,7 @@ def find_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def find_end_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Returns the fill-in-the-middle tokens that end a text."""
-    return frozenset(id for name, id in find_tokens(tokenizer).items() if name in FIM_WORDS)
+    return frozenset(id for name, id in find_tokens(tokenizer).items() if name in FIM_ENDS)
 
 
 def fill(tokenizer: Tokenizer, prefix: str | Sequence[int], gap: Gap, context_length: int) -> list[int]:

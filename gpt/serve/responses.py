@@ -32,7 +32,7 @@ def to_chat(values: Mapping[str, Any]) -> dict[str, Any]:
     wants_logprobs = "message.output_text.logprobs" in fields.value("include", [])
     translated = {
         "messages": _read_items(fields.value("instructions", ""), items),
-        "tools": [_read_tool(tool) for tool in fields.value("tools", [])],
+        "tools": [_nest_function(tool) for tool in fields.value("tools", [])],
         "tool_choice": _nest_function(fields.values.get("tool_choice")),
         "response_format": text.get("format"),
         "verbosity": text.get("verbosity"),
@@ -53,17 +53,11 @@ def of_chat(error: ApiError, values: Mapping[str, Any]) -> ApiError:
 
 
 def _nest_function(value: Any) -> Any:
-    """Returns a function, or the choice of one, as in a chat."""
-    if not isinstance(value, dict) or value.get("type") != "function":
+    """Returns a function, or the choice of one, as in a chat. Returns only the type of other tools, for the error."""
+    if not isinstance(value, dict):
         return value
-    return {"type": "function", "function": {key: part for key, part in value.items() if key != "type"}}
-
-
-def _read_tool(tool: Any) -> Any:
-    kind = tool.get("type") if isinstance(tool, dict) else tool
-    if kind != "function":
-        raise ApiError(400, f"tools has {kind!r:.80}; this server has only tools of type function", "tools")
-    return _nest_function({key: value for key, value in tool.items() if value is not None})
+    function = {key: part for key, part in value.items() if key != "type" and part is not None}
+    return {"type": value.get("type"), **({"function": function} if value.get("type") == "function" else {})}
 
 
 def _read_items(instructions: str, items: str | list[Any]) -> list[dict[str, Any]]:
@@ -77,7 +71,7 @@ def _read_items(instructions: str, items: str | list[Any]) -> list[dict[str, Any
         if roles == ("assistant", "assistant") and (
             key == "tool_calls" or (key == "content" and last.keys() == {"role", "reasoning_content"})
         ):
-            last[key] = [*last.get(key, []), *message[key]]
+            last.setdefault(key, []).extend(message[key])
         elif len(messages) == 1 and all(role in ("system", "developer") for role in roles):
             last["content"] += [{"type": "text", "text": "\n\n"}, *message["content"]]
         else:

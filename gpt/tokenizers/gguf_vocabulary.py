@@ -32,18 +32,25 @@ _PATTERNS = {  # How text is split into words, by llama.cpp's names.
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "stablelm2", "hunyuan"), _QWEN2_PATTERN),
     "tekken": _TEKKEN_PATTERN,
 }
-# llama.cpp stops at each token with one of these texts, whatever its type,
+# llama.cpp stops at each token with one of these texts, whatever its type.
 _END_WORDS = {
     "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>",
     "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>",
     "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>", "[e~[",
 }  # fmt: skip
-# and at the tokens that these keys name, or else at a token with one of these texts.
+# Fill-in-the-middle tokens by llama.cpp's names: the token that a key names, or else one with one of these texts.
 FIM_WORDS = {
+    "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>",
+                "<|code_prefix|>"),
+    "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>",
+                "<|code_suffix|>"),
+    "fim_mid": ("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>",
+                "<|code_middle|>"),
     "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
-}
+}  # fmt: skip
+FIM_ENDS = ("fim_pad", "fim_rep", "fim_sep")  # llama.cpp stops at these.
 END_KEYS = ("eos", "eot", "eom")  # More keys of ids at which llama.cpp stops.
 # Here a word that is a token needs no merges, and a BOS token begins a text unless the file says otherwise.
 _LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
@@ -52,8 +59,8 @@ _LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "tekken")
 def end_ids(words: Mapping[str, int], given: Mapping[str, int]) -> list[int]:
     """Returns the ids at which llama.cpp stops, by the texts of all tokens and the ids that the file's keys name."""
     ends = [given[key] for key in END_KEYS if key in given] + sorted(words[text] for text in _END_WORDS & words.keys())
-    for key, texts in FIM_WORDS.items():
-        ends += [given[key]] if key in given else [words[text] for text in texts if text in words]
+    for key in FIM_ENDS:
+        ends += [given[key]] if key in given else [words[text] for text in FIM_WORDS[key] if text in words]
     has_calls = {"<|call|>", "<|calls|>"} & words.keys() and {"<|return|>", "<|flush|>"} & words.keys()
     continuing = ("<|end|>" if has_calls else "", "</s>" if "<|tool_response>" in words else "")
     return [id for id in dict.fromkeys(ends) if id not in map(words.get, filter(None, continuing))]
@@ -73,7 +80,7 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> tuple[dict[str, 
     check_text(f"a token or the chat template of {where}", "".join((*tokens, template)), HINT)
     types = _numbers(metadata, "token_type", np.full(len(tokens), _NORMAL), where)
     given = {"bos": 1, "eos": 2} if kind == "llama" and len(tokens) > 2 else {}  # llama.cpp's defaults.
-    for name in ("bos", *END_KEYS, *FIM_WORDS):
+    for name in ("bos", *END_KEYS, *FIM_ENDS):
         id = read_value(metadata, f"tokenizer.ggml.{name}_token_id", -1, where)
         given |= {name: id} if 0 <= id < len(tokens) else {}
     ends = end_ids(words, given)

@@ -791,7 +791,9 @@ def test_invalid_tokenize_field_error_names_it(chat: Served, field: str, value: 
 
 
 def test_chat_supports_several_choices_and_no_max_tokens(chat: Served, model: LanguageModel) -> None:
-    answer = chat.ask("/v1/chat/completions", messages=CHAT, n=3, seed=1, max_tokens=6)
+    answer = chat.ask(
+        "/v1/chat/completions", messages=[{**CHAT[0], "role": "developer"}, CHAT[1]], n=3, seed=1, max_tokens=6
+    )
     expected = [sample(model, TEXT, 1, index, max_tokens=6).text for index in range(3)]
     assert [choice["message"]["content"] for choice in answer["choices"]] == expected
     assert all(choice["logprobs"] is None for choice in answer["choices"])
