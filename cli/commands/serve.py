@@ -1,6 +1,7 @@
 """``gpt serve``."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -48,15 +49,16 @@ def serve(
             from gpt.serve.server import serve as run
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
-    served = list[ServedModel]()
-    for given, name in zip(paths, names, strict=True):
+
+    def load(given: str | None, name: str | None) -> ServedModel:
         loaded = api.load(given, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
         path = Path(loaded.path)
         home = path.parent if (path.parent / "run.json").exists() else path
         name = name or _client_name(home.as_posix())
-        served.append(ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, path))
-    shown = ", ".join(each.name for each in served)
-    run(served, settings, lambda address: render.note(f"serving {shown} at {address}"), render.note)
+        return ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, path)
+
+    loads = [partial(load, given, name) for given, name in zip(paths, names, strict=True)]
+    run(loads, settings, lambda where: render.note(f"serving {where}"), render.note)
 
 
 def _client_name(path: str) -> str:

@@ -312,6 +312,6 @@ class _Renderer:
             return b""
 
 
-@functools.lru_cache(maxsize=1)  # Evicting a renderer ends its process.
+@functools.lru_cache(maxsize=8)  # Several models take turns. Evicting a renderer ends its process.
 def _get_renderer(template: str, words: tuple[tuple[str, str], ...]) -> _Renderer:
     return _Renderer(template, dict(words))

@@ -66,7 +66,8 @@ class Compute:
 
 
 def trim_memory() -> None:
-    """Returns freed memory to the system. Only glibc keeps it and can return it."""
+    """Returns freed memory to the system. Only CUDA and glibc keep it and can return it."""
+    torch.cuda.empty_cache()
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -61,10 +61,12 @@ class Server:
         self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
-        engines = [service.worker.engine for service in services]
+        workers = [service.worker for service in services]
         metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
-        metrics.running.set_function(lambda: sum(engine.running for engine in engines))
-        metrics.cached.set_function(lambda: sum(slot.length for engine in engines for slot in engine.context.slots))
+        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers if worker.engine))
+        metrics.cached.set_function(
+            lambda: sum(slot.length for worker in workers if worker.engine for slot in worker.engine.context.slots)
+        )
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -359,7 +361,7 @@ class Server:
 
 
 def _model_object(service: Service) -> dict[str, Any]:
-    config = service.worker.engine.context.model.config
+    config = service.worker.model_config
     return {
         "id": service.name, "object": "model", "created": service.created, "owned_by": "gpt",
         "context_length": service.context_length, "layers": config.n_layer, "heads": config.n_head,
@@ -369,8 +371,8 @@ def _model_object(service: Service) -> dict[str, Any]:
 
 def _check_ready(service: Service) -> None:
     """Raises `UserError` if the model cannot generate text."""
-    if (failure := service.worker.engine.failure) is not None:
-        raise failure
+    if (engine := service.worker.engine) is not None and engine.failure is not None:
+        raise engine.failure
     service.stamps.check()
 
 

@@ -851,3 +851,20 @@ def test_conversation_can_start_with_the_assistant() -> None:
         assert [item.rpartition("</think>\n\n")[2] for item in trained_texts] == answers
         prompt, *_ = ChatEncoder(tokenizer, 64, skip_bad=False).prompt(Conversation(messages[:1], ""))
         assert prompt.count("im_start") > 1
+
+
+def test_models_with_different_templates_keep_their_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    start = chat.start_program
+    monkeypatch.setattr(
+        chat,
+        "start_program",
+        lambda program, setup, *args: started.append(setup["template"]) or start(program, setup, *args),
+    )
+    tokenizers = [
+        replace(bytes_tokenizer(), files={"chat_template.jinja": f"{name} {{{{ messages[0].content }}}}".encode()})
+        for name in ("first", "second")
+    ]
+    texts = [chat.render(tokenizer, [{"role": "user", "content": "hi"}]) for _ in range(3) for tokenizer in tokenizers]
+    assert texts == ["first hi", "second hi"] * 3
+    assert len(started) == 2
