@@ -50,8 +50,7 @@ class Recorder(progress.TrainDisplay):
     def __call__(self, event: events.Event | events.Note | events.Plan | events.Progress) -> None:
         """Shows events, but at most `SNAPSHOTS` steps and no other progress."""
         if isinstance(event, events.StepEvent):
-            self.losses.add(event.loss)
-            self.step = event.step
+            self.step, self.left = event.step, self._parts(event)[-1][1]
             if event.step * SNAPSHOTS >= len(self.live_lines) * self.plan.steps:
                 line = self.draw_step(event, COLUMNS)
                 self.live_lines.append((time.monotonic() - self.started, len(self.line_times), line))

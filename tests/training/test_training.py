@@ -429,23 +429,11 @@ def test_run_folder_contents(text: Path) -> None:
 SCHEMA = {
     "step": {"event", "step", "tokens", "seconds", "loss", "lr", "grad_norm", "tokens_per_second", "mfu"},
     "eval": {"event", "step", "tokens", "seconds", "val_loss", "best"},
-    "sample": {"event", "step", "tokens", "seconds", "text", "prompt"},
+    "sample": {"event", "step", "tokens", "seconds", "text", "prompt", "verdict"},
     "frame": {
-        "event",
-        "step",
-        "tokens",
-        "seconds",
-        "text",
-        "prompt",
-        "pieces",
-        "probabilities",
-        "heads",
-        "kinds",
-        "attention",
-        "layers",
-        "lens",
-        "lens_probabilities",
-    },
+        "event", "step", "tokens", "seconds", "text", "prompt", "pieces", "probabilities", "heads", "kinds", "attention", "layers",
+        "lens", "lens_probabilities",
+    },  # fmt: skip
     "save": {"event", "step", "tokens", "seconds", "checkpoint"},
     "end": {"event", "step", "tokens", "seconds", "reason", "checkpoint", "val_loss", "bits_per_byte"},
 }
