@@ -14,7 +14,7 @@ from .show import terminal
 
 FLAGS = ["-h", "--help", "--help-all"]
 COMMON = "Options"
-MAX_LISTED_OPTIONS = 12  # Maximum number of options that --help lists in full.
+MAX_LISTED_OPTIONS = 13  # Maximum number of options that --help lists in full.
 WIDTH = 100  # Maximum width of a page in columns.
 PLACEHOLDERS = {"int": "N", "int range": "N", "float": "X", "str": "TEXT", "path": "FILE", "list[str]": "TEXT"}
 
