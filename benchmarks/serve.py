@@ -3,7 +3,8 @@
     python -m benchmarks.serve RUN                  throughput, latency and equality, in a few minutes
     python -m benchmarks.serve RUN --dtypes int8    throughput in other dtypes
     python -m benchmarks.serve RUN --exact          equality of mixed requests with `gpt sample`
-    python -m benchmarks.serve RUN --soak MINUTES   memory under mixed load with clients that disconnect
+    python -m benchmarks.serve MODEL --soak MINUTES   memory under mixed load, with chats and tools if MODEL has a chat
+                                                    template, and with clients that disconnect
 
 RUN is a trained model. Servers take turns, by default in float32 on one thread. llama.cpp needs the extra `interop`,
 `transformers serve` needs transformers[serving].
@@ -32,7 +33,7 @@ from typing import Any
 from benchmarks.results import ROOT, SCRIPTS, Table, measured, write_section
 from gpt import api
 from gpt.config.sample import SampleConfig
-from gpt.runs import folder
+from gpt.runs import checkpoint, folder
 from gpt.system.errors import UserError
 
 CLIENTS = (1, 8, 32)
@@ -41,6 +42,13 @@ REQUESTS, CONNECTIONS = 1000, 64
 LONG_PROMPT_TOKENS = 1000  # length of the prompt that delays short requests
 CHUNK = 128  # tokens per prefill chunk, as in gpt/serve/worker.py
 SCHEMA = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": name, "description": name, "parameters": {**SCHEMA, "required": required}},
+    }
+    for name, required in (("birthday", ["age"]), ("search", []))
+]
 
 Content = tuple[list[str], list[Table]]  # notes and tables of a section
 
@@ -68,7 +76,8 @@ async def send_request(server: Server, body: dict[str, Any], leave_after: float 
     """Sends a request over a new connection; disconnects after ``leave_after`` seconds."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
     data = json.dumps({"model": server.model, **body}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nConnection: close\r\n"
+    route = "chat/completions" if "messages" in body else "completions"
+    head = f"POST /v1/{route} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\nConnection: close\r\n"
     start_time = time.perf_counter()
     try:
         writer.write(head.encode() + b"Content-Type: application/json\r\n\r\n" + data)
@@ -92,7 +101,7 @@ async def send_request(server: Server, body: dict[str, Any], leave_after: float 
 def _read_response(reply: Reply, body: bytes) -> None:
     if reply.status == 200:
         response = json.loads(body)
-        reply.texts = {choice["index"]: choice["text"] for choice in response["choices"]}
+        reply.texts = {choice["index"]: choice.get("text", "") for choice in response["choices"]}
 
 
 def _read_chunk(reply: Reply, chunk: dict[str, Any], at: float) -> None:
@@ -302,8 +311,8 @@ def prefill_table(place: Path) -> Table:
 # Mixed load
 
 
-def random_request(rng: random.Random, seed: int, prompts: Sequence[str]) -> dict[str, Any]:
-    """Returns a random request."""
+def random_request(rng: random.Random, seed: int, prompts: Sequence[str], chats: bool = False) -> dict[str, Any]:
+    """Returns a random request: a completion or, with ``chats``, perhaps a chat."""
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.4, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
         {"repetition_penalty": 1.3, "no_repeat_ngram": 3}, {"min_tokens": 6}, {"stop": ["a", "the c"]}, {"stop": "ing"},
@@ -311,7 +320,16 @@ def random_request(rng: random.Random, seed: int, prompts: Sequence[str]) -> dic
         {"regex": "[a-z]+( [a-z]+)*"}, {"choices": ["yes", "no", "maybe"]}, {"json_schema": SCHEMA},
     ]  # fmt: skip
     prompt = rng.choice(prompts) if rng.random() < 0.7 else " ".join(rng.choices(prompts, k=6))
-    return {"prompt": prompt, "max_tokens": rng.randint(1, 40), "seed": seed, "n": rng.choice([1, 1, 1, 3]),
+    text: dict[str, Any] = {"prompt": prompt}
+    if chats and rng.random() < 0.5:
+        text = {"messages": [{"role": "user", "content": prompt}]}
+        kinds = [
+            *kinds[:6],
+            {"tools": TOOLS},
+            {"tools": TOOLS, "tool_choice": "required"},
+            {"reasoning_effort": "none"},
+        ]
+    return {**text, "max_tokens": rng.randint(1, 40), "seed": seed, "n": rng.choice([1, 1, 1, 3]),
             "stream": rng.random() < 0.5, **rng.choice(kinds)}  # fmt: skip
 
 
@@ -366,16 +384,16 @@ def sample_texts(model: api.LanguageModel, body: dict[str, Any]) -> list[str]:
     return [piece.sample.text for piece in pieces if piece.sample is not None]
 
 
-def measure_memory(run: Path, prompts: Sequence[str], minutes: float) -> list[str]:
+def measure_memory(run: Path, prompts: Sequence[str], minutes: float, dtype: str) -> list[str]:
     """Measures the memory of a server under mixed load with disconnecting clients."""
     import psutil
 
-    rng = random.Random(2)
-    with run_gpt(run, 16) as server:
+    rng, chats = random.Random(2), checkpoint.peek(folder.find_checkpoint(str(run)))[1].chat_template is not None
+    with run_gpt(run, 16, dtype) as server:
         process, start_time = psutil.Process(server.pid), time.monotonic()
         first_memory, count, elapsed = 0, 0, 0.0
         while (elapsed := time.monotonic() - start_time) < 60 * minutes:
-            bodies = [random_request(rng, seed, prompts) for seed in range(256)]
+            bodies = [random_request(rng, seed, prompts, chats) for seed in range(CONNECTIONS)]
             replies = asyncio.run(send_requests(server, bodies, lambda _: rng.choice([None, None, None, rng.random()])))
             count += len(replies)
             if not first_memory and elapsed > min(60, 20 * minutes):
@@ -383,8 +401,9 @@ def measure_memory(run: Path, prompts: Sequence[str], minutes: float) -> list[st
                 print(f"after {elapsed:.0f} s: {first_memory / 2**20:.1f} MiB", flush=True)
         last_memory = process.memory_info().rss
         threads, files = process.num_threads(), process.num_fds()
+    kinds = "mixed requests, half of them chats" if chats else "mixed requests"
     return [
-        f"{minutes:g} minutes of mixed requests ({count:,}); a quarter of the clients disconnect within a second.",
+        f"{minutes:g} minutes of {kinds} ({count:,}); a quarter of the clients disconnect within a second.",
         f"Memory: {first_memory / 2**20:.1f} MiB after the first minute, {last_memory / 2**20:.1f} MiB at the end "
         f"({100 * (last_memory / first_memory - 1):+.1f} %), with {threads} threads and {files} open files.",
     ]
@@ -409,7 +428,7 @@ def main() -> None:
     content: Content
     if args.soak:
         command += f" --soak {args.soak:g}"
-        title, content = "Serving: memory over time", (measure_memory(run, prompts, args.soak), [])
+        title, content = "Serving: memory over time", (measure_memory(run, prompts, args.soak, args.dtypes[0]), [])
     elif args.exact:
         command += " --exact"
         title, content = "Serving: equality", (check_equality(run, prompts), [])
