@@ -7,6 +7,7 @@ the dev extra and Chromium.
 """
 
 import contextlib
+import io
 import os
 import shutil
 import subprocess
@@ -74,6 +75,10 @@ def draw(pictures: Path) -> None:
         page.wait_for_selector("body[data-ready]")
         page.screenshot(path=pictures / "exported.png", full_page=True, clip=_look_inside(page))
         Image.open(pictures / "exported.png").quantize(128).save(pictures / "exported.png", optimize=True)
+        page.set_viewport_size({"width": 560, "height": 900})
+        page.goto(Path("report.html").absolute().as_uri())
+        page.wait_for_selector("body[data-ready]")
+        play_film(page, pictures / "film.webp")
         page.set_viewport_size({"width": 960, "height": 900})
         for name, run, clip_page in (("serve", BOOK, _generate), ("chat", CHAT, _chat)):
             with serving(run) as address:
@@ -81,6 +86,19 @@ def draw(pictures: Path) -> None:
                 page.wait_for_selector("body[data-ready]")
                 page.screenshot(path=pictures / f"{name}.png", full_page=True, clip=clip_page(page))
         browser.close()
+
+
+def play_film(page: Page, path: Path) -> None:
+    """Saves the film on the page of a run as an animation."""
+    slider, frames = page.locator("#frame"), list[Image.Image]()
+    top, last = _find_box(page, "section:has(#then)"), _find_box(page, "section:has(#looks)")
+    clip: Any = {"x": 0, "y": top["y"], "width": 560, "height": last["y"] + last["height"] - top["y"]}
+    last_frame = int(slider.get_attribute("max") or 0)
+    for at in sorted({*range(0, last_frame, 2), last_frame}):
+        slider.fill(str(at))
+        frames.append(Image.open(io.BytesIO(page.screenshot(full_page=True, clip=clip))).convert("RGB").quantize(24))
+    times = [700] * (len(frames) - 1) + [4000]
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=times, loop=0, lossless=True, method=6)
 
 
 @contextlib.contextmanager

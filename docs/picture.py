@@ -84,8 +84,9 @@ def animate(display: Recorder) -> str:
             row, values, times, opacity = line, "0;1", [display.line_times[line]], 1
         else:
             seconds, row, _ = display.live_lines[line - lines]
-            next_times = [each[0] for each in display.live_lines[line - lines + 1 :]] or [end]
-            values, times, opacity = "0;1;0", [seconds, next_times[0]], 0
+            live_times = [each for each, _, _ in display.live_lines[line - lines + 1 :]]
+            next_time = min(each for each in [*live_times, *display.line_times] if each > seconds)
+            values, times, opacity = "0;1;0", [seconds, next_time], 0
         key_times = ";".join(["0", *(f"{loop_share * each:.4f}" for each in times)])
         animation = (
             f'<animate attributeName="opacity" dur="{REPLAY_SECONDS + FINAL_SECONDS:g}s" repeatCount="indefinite" '

@@ -98,8 +98,8 @@ class Film:
         model, tokenizer = strategy.model, self.run.data.tokenizer
         seen = inspect.inspect_prompt(model, ids, tokenizer)
         layers, heads = spread(model.config.n_layer, MAX_LAYERS), spread(model.config.n_head, MAX_HEADS)
-        shown = [(layer, head) for layer in layers for head in heads]
-        patterns = np.stack([seen.patterns[place] for place in shown])[:, np.tri(len(ids), dtype=np.bool_)]
+        shown = [[layer, head] for layer in layers for head in heads]
+        patterns = np.stack([seen.patterns[layer, head] for layer, head in shown])[:, np.tri(len(ids), dtype=np.bool_)]
         rows = spread(model.config.n_layer + 1, MAX_LENS_ROWS)
         tokens = [[inspect.token_text(tokenizer, int(id)) for id in seen.lens.ids[row, :, 0]] for row in rows]
         return {
