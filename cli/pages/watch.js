@@ -11,7 +11,7 @@ const title = document.querySelector("h1"), about = document.querySelector("head
 const status = el("p", { id: "status", role: "status" }), numbers = el("div", { class: "numbers", id: "numbers" });
 document.getElementById("main").append(status, numbers);
 
-const result = section("What came out");
+const result = section("Result");
 result.hidden = true;
 const chart = el("div", { id: "curves" });
 section("How well it guesses", chart, explain(
@@ -132,7 +132,7 @@ function draw() {
 function drawResult() {
   const finished = end.checkpoint !== null, commands = finished ? [`${run.chat ? "gpt chat" : 'gpt sample "Once upon"'} -m ${run.path}`, `gpt report ${run.path} -o film.html`,
     `gpt inspect attention "Once upon a time" -m ${run.path} -o attention.html`] : [`gpt train --resume ${run.path}`];
-  result.replaceChildren(el("h2", {}, finished ? "What came out" : "How it ended"),
+  result.replaceChildren(el("h2", {}, finished ? "Result" : "How it ended"),
     ...(finished && run.verdict ? [el("p", { class: "verdict" }, `The model is ${run.verdict}.`)] : []),
     ...(finished && run.sample ? [el("p", { class: "soft" }, "The best checkpoint writes:"), el("pre", {}, run.sample)] : []),
     el("p", { class: "soft" }, finished ? "Now you can:" : "It goes on with:"), el("pre", { id: "commands" }, commands.join("\n")));

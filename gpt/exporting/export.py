@@ -113,6 +113,8 @@ def describe_differences(source: SourceModel, target: Target) -> list[str]:
         lost = ["a GGUF file has no key for no-repeat-ngram"] * ("no_repeat_ngram" in source.sampling.settings)
         return gguf_tokenizer.describe_differences(source.tokenizer) + lost
     lines = html.describe_differences(source.tokenizer) if target.format == "html" else []
+    if target.format == "html" and html.choose_opening(source, target.config):
+        lines.append("the page quotes the beginnings of a few lines of the training text: --prompts 0 leaves them out")
     if target.config.with_text:
         lines.append(html.describe_text(find_training_tokens(source.path, source.tokenizer)))
     return lines

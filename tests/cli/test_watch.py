@@ -257,6 +257,7 @@ def test_page_follows_the_run(run: Path, serve: Callable[[Path], str], open_page
     assert (run / "sentence.txt").read_text() == "a <s>cat"
     add(run, events.EndEvent(3, 192, 3.0, "steps", "step-000003", 3.0, 2.0))
     wait_for(page, "#status", "The training is over")
+    assert not page.is_visible("form.own")  # There is no further evaluation.
     assert f"gpt report '{run}' -o film.html" in page.inner_text("#commands")
     assert page.locator("figure text.level").all_text_contents() == ["uniform", "unigram", "xz"]
 
