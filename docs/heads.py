@@ -32,8 +32,8 @@ def main() -> None:
             losses.append(event.loss)
 
     run = gpt.train(
-        "twice.jsonl", preset="pico", tokenizer="bytes", steps=STEPS, save_every=EVERY, keep=STEPS // EVERY,
-        listen=listen,
+        "twice.jsonl", preset="pico", block_size=128, tokenizer="bytes", steps=STEPS, save_every=EVERY,
+        keep=STEPS // EVERY, listen=listen,
     ).run  # fmt: skip
     print("| step | training loss | token before | token after an earlier occurrence |\n|---:|---:|---:|---:|")
     for step in [*range(EVERY, SHOWN + 1, EVERY), STEPS]:

@@ -204,7 +204,7 @@ _13B = "Table 2.1 of the GPT-3 paper gives a width of 5,140 for 40 heads of 128;
 # Shapes of GPT-2 are from Radford et al. 2019, table 2. Shapes, batch sizes and learning rates of GPT-3 are from Brown
 # et al. 2020, table 2.1; GPT-2 uses the batch and learning rate of the nearest GPT-3 model.
 PRESETS: dict[str, Preset] = {
-    "pico": _modern(2, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
+    "pico": _modern(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _modern(4, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
     "tiny": _modern(4, 6, 192, 128, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
     "micro": _modern(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
