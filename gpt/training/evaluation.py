@@ -102,7 +102,7 @@ def _compare(run: RunContext) -> dict[str, Any]:
     teachers."""
     trend = None
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
-        trend = None if run.teachers or run.recipe.own_teachers else report.read_history(run.path).trend
+        trend = None if run.recipe.own_teachers else report.read_history(run.path).trend
     return {"yardsticks": report.stored_yardsticks(RunRecord.read(run.path)), "trend": trend}
 
 

@@ -28,7 +28,6 @@ from gpt.training.size import TIMING_SHARE, TIMING_STEPS
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy, make_strategy
-from gpt.training.teachers import TaughtBatches, Teachers
 from gpt.training.time_budget import Costs
 
 PROBE_SECONDS = 5.0  # maximum time for which steps are timed
@@ -51,7 +50,7 @@ class Meter:
         session, compiled = self.session, facts.costs is not None
         session.note("measuring training speed on this machine")
         session.listen(events.Progress("measuring"))
-        costs = self._measure(replace(draft, compile=compiled))
+        costs = self._measure(replace(draft, compile=compiled, own_teachers=None))
         session.note(f"{1 / costs.token:,.0f} tokens/s")
         # What else comes before the first step: the yardsticks, and the reference of preferences.
         yardsticks = min(self.inputs.data.bytes, MAX_TRAIN_BYTES + MAX_TEXT_BYTES) / XZ_BYTES_PER_SECOND
@@ -65,15 +64,14 @@ class Meter:
         world, data = self.session.world, self.inputs.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
-        batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute, recipe.separator)
+        batches = data.batches(recipe)
         answered = with_answers(batches, strategy, recipe, data.tokenizer, self.session.stop)
-        teachers.pretend_to_read(batches, recipe)
-        stepper = Stepper(strategy, recipe, teachers, self.session.note)
+        stepper = Stepper(strategy, recipe, self.session.note)
         fit_micro_batch(stepper, batches.length + recipe.answer_tokens)
         if recipe.compile:
             stepper.compile()  # The run itself reports compilation errors.
         max_seconds = TIMING_SHARE * 60 * self.minutes
-        seconds = time_steps(stepper, teachers.teach(answered), max_seconds)
+        seconds = time_steps(stepper, answered, max_seconds)
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
@@ -90,9 +88,7 @@ class Meter:
         )
 
 
-def time_steps(
-    stepper: Stepper, batches: BatchSource | AnswerBatches | TaughtBatches, max_seconds: float
-) -> list[float]:
+def time_steps(stepper: Stepper, batches: BatchSource | AnswerBatches, max_seconds: float) -> list[float]:
     """Times training steps for ``max_seconds``, at most `PROBE_SECONDS`."""
     world, seconds, lesson = stepper.world, list[float](), list[Any]()
     while len(seconds) < PROBE_STEPS or world.broadcast_object(lambda: sum(seconds) < min(max_seconds, PROBE_SECONDS)):

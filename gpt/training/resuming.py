@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -32,9 +32,7 @@ from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
 from gpt.training.schedule import lr_at
 from gpt.training.state import SavedState, TrainState, read_saved_state
-from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
-
-Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
+from gpt.training.teachers import TEACHERS
 
 # Without dropout, only ``steps`` changes the result beyond rounding.
 CHANGEABLE_OPTIONS = ("steps", "nproc", "shard", "recompute", "device", "threads", "micro_batch", "keep", "log")
@@ -209,27 +207,19 @@ def restore_compute(
 
 
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
-    """Opens the base model if the run still needs it: to start a cycle, or for adapters. Raises `UserError` if it is
+    """Opens the base model if the run still needs it: at step 0, or for adapters. Raises `UserError` if it is
     missing or its weights have changed."""
     config, recorded, saved = started.config, started.record.init, started.saved
-    is_loaded = saved is not None and not saved.recipe.lora_rank and saved.state.cycle == saved.recipe.n_teachers
-    if config.init is None or is_loaded:
+    if config.init is None or (saved is not None and not saved.recipe.lora_rank):
         return None
     if recorded is None:
         return find_init(config)
     if not world.is_main:
         return open_init(config, recorded.model, Path(recorded.path), recorded.sha256)
-    return _check_unchanged(started, recorded, find_init(replace(config, init=place_of(recorded))))
-
-
-def restore_teachers(started: StartedRun, world: World) -> list[InitCheckpoint]:
-    """Opens the teachers. Raises `UserError` if one is missing or its weights have changed."""
-    config, recorded = replace(started.config, chat=False), started.record.teachers
-    if recorded is None:
-        return [find_teacher(name) for name in config.teacher]
-    if not world.is_main:
-        return [open_init(config, each.model, Path(each.path), each.sha256) for each in recorded]
-    return [_check_unchanged(started, each, find_teacher(place_of(each))) for each in recorded]
+    current = find_init(replace(config, init=place_of(recorded)))
+    if current is not None and current.sha256 != recorded.sha256:
+        raise UserError(f"{started.run} was started from {current.name}, whose weights have changed", "restore them")
+    return current
 
 
 def place_of(recorded: StartRecord) -> str:
@@ -238,24 +228,12 @@ def place_of(recorded: StartRecord) -> str:
     return f"{recorded.model.partition('@')[0]}@{path.name}" if hub.is_remote(recorded.model) else str(path)
 
 
-def _check_unchanged(started: StartedRun, recorded: StartRecord, current: Model) -> Model:
-    if current is not None and current.sha256 != recorded.sha256:
-        raise UserError(f"{started.run} was started from {current.name}, whose weights have changed", "restore them")
-    return current
-
-
-def open_data(
-    started: StartedRun,
-    compute: Compute,
-    init: InitCheckpoint | None,
-    teachers: Sequence[InitCheckpoint],
-    session: Session,
-) -> Dataset:
+def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
     """Opens a run's stored tokens or its texts. Rank 0 verifies the tokens' checksums. Raises `UserError` if the text
     has changed."""
     run, config, record, texts = started.run, started.config, started.record, started.texts
     saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
-    tokenizer = saved_tokenizer if saved_tokenizer and not init else choose_tokenizer(config, init, teachers)
+    tokenizer = init.tokenizer if init else saved_tokenizer
     tokens, kind, note = run / TOKENS, compute.device.type, session.note
     data: Dataset
     if (tokens / MANIFEST).exists():

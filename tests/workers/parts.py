@@ -35,7 +35,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "pairs": {**SIX_STEPS, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SIX_STEPS, "dtype": "bfloat16"},
-    "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw"},
     # Base models of `several.write_bases`.
     "phases": {
         **TUNED,
@@ -59,7 +58,6 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "muon-sharded": ("muon", {**SHARDED, "recompute": True}),
     "pairs-sharded": ("pairs", SHARDED),
     "narrow-sharded": ("narrow", {**SHARDED, "recompute": True}),
-    "taught-sharded": ("taught", SHARDED),
     "phases-sharded": ("phases", SHARDED),
     "qwen2-sharded": ("qwen2", {**SHARDED, "micro_batch": 1}),
     "qwen3-sharded": ("qwen3", SHARDED),
