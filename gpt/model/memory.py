@@ -29,7 +29,6 @@ FLOAT = 4
 # Resident bytes of a CPU run besides a step's: 250 MB for Python and torch, 170 MB for held-out logits and 100 MB of
 # freed memory that glibc keeps, and 2.4 KB of tokenizer per token of the vocabulary.
 PROCESS, PROCESS_PER_TOKEN = 520_000_000, 2_400
-WHOLE_GRADIENTS = 0.25  # Maximum share of device memory for gradients that accumulate unsharded.
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
 # before and after SiLU, the up-projection and the product.
 SAVED_BY_MLP: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
@@ -52,7 +51,6 @@ class Setup:
     device: Literal["cuda", "cpu"] = "cuda"
     is_taught: bool = False  # whether the model learns from teachers
     adapters: tuple[Shape, ...] = ()  # shapes of LoRA's A and B of each map, in turn; if empty, all weights are trained
-    whole_gradients: bool = False  # whether sharded ranks accumulate unsharded gradients
     sides: int = 1  # sequences per row: 2 for preferences
     base_bits: float = 0.0  # bits of a weight in the blocks of a quantized base model
 
@@ -132,9 +130,7 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
-    accumulated = (trained if setup.shard and setup.whole_gradients else gradients) * (
-        setup.accumulates or (setup.data > 1 and not setup.shard)
-    )
+    accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard))
     # A block's backward pass needs MLP gradients, gathered weights, and recomputed activations.
     block_backward = positions * setup.width * config.mlp_width * (2 if config.mlp == "swiglu" else 1)
     block_backward += blocks * setup.shard
@@ -150,11 +146,6 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
     process = (PROCESS + PROCESS_PER_TOKEN * config.vocab_size) * (setup.device == "cpu")
     sizes = parameters, gradients, state, activations, loss, fixed + blocks, snapshot
     return StepMemory(*sizes, moments, process)
-
-
-def accumulates_whole(config: GPTConfig, memory: int) -> bool:
-    """Whether sharded ranks, with ``memory`` bytes each, accumulate unsharded gradients, which saves communication."""
-    return FLOAT * sum(counts(config).values()) < WHOLE_GRADIENTS * memory
 
 
 def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:

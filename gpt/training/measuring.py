@@ -17,7 +17,6 @@ from gpt.training.data import BatchSource
 from gpt.training.evaluation import (
     MAX_CHECKED_PAIRS,
     estimate_sample_seconds,
-    mean_loss,
     measure_held_out,
     windows_to_evaluate,
 )
@@ -75,7 +74,7 @@ class Meter:
         step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
-        measure = partial(measure_held_out, strategy, data, recipe) if recipe.reward else partial(mean_loss, strategy)
+        measure = partial(measure_held_out, strategy, data, recipe)
         return Costs(
             token=sum(step_seconds) / len(step_seconds) / recipe.batch_tokens,
             window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds, measure)),

@@ -12,7 +12,7 @@ from gpt.config.model import GPTConfig, Preset, find_preset
 from gpt.config.settings import Amount, Count, Positive, Within
 from gpt.config.train import DEFAULT_WEIGHT_DECAY, BaseDtype, Optimizer, TrainConfig
 from gpt.model import lora
-from gpt.model.memory import FLOAT, Setup, accumulates_whole, count_step_memory, divisors
+from gpt.model.memory import FLOAT, Setup, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.system.errors import UserError
@@ -539,7 +539,6 @@ def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: O
         device="cuda" if facts.device == "cuda" else "cpu",
         adapters=tuple(adapters.values()),
         base_bits=_base_bits(settings, model, facts) if settings.lora_rank else 0.0,
-        whole_gradients=accumulates_whole(model, facts.memory),
     )
 
 

@@ -166,7 +166,7 @@ def test_memory_of_teachers_is_planned() -> None:
     config = tiny_model().config
     alone, taught = (count_step_memory(config, Setup(8, is_taught=is_taught)).logits for is_taught in (False, True))
     assert taught >= alone + 8 * config.block_size * config.vocab_size * 4
-    huge = resolved(preset="gpt3-13b", vocab_size=257, teachers=8, steps=8)
+    huge = resolved(preset="gpt3-13b", vocab_size=257, teachers=8, steps=8, batch_tokens=2**16)
     with pytest.raises(UserError, match=r"\(weights, gradients, optimizer state, teachers\), but only"):
         recipe.check_model(huge, facts(vocab_size=257, device="cuda", memory=300 * 10**9))
     recipe.check_model(replace(huge, own_teachers=None), facts(vocab_size=257, device="cuda", memory=300 * 10**9))
