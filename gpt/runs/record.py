@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from gpt.config.settings import Count, Within, checked
-from gpt.config.train import DEVICE, Dtype
+from gpt.config.train import DEVICE, MAX_THREADS, Dtype
 from gpt.system.errors import UserError
 from gpt.system.files import read_json, to_json, write_file
 
@@ -23,7 +23,7 @@ class Machine:
 
     device: str
     dtype: str
-    threads: int
+    threads: Annotated[int, Within(1, MAX_THREADS)]
     processes: Annotated[int, Within(1, 2**20)] = 1
 
     def __post_init__(self) -> None:

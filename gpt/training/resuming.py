@@ -12,14 +12,14 @@ import torch
 from gpt.config import device
 from gpt.config.device import Compute
 from gpt.config.settings import checked, from_dict
-from gpt.config.train import MAX_THREADS, TrainConfig
+from gpt.config.train import TrainConfig
 from gpt.corpus.corpus import open_corpus
 from gpt.corpus.token_folder import TokenFolder, find_token_folders
 from gpt.documents.sources import MANIFEST
 from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder, hub
-from gpt.runs.record import FORMAT, RunRecord, StartRecord
+from gpt.runs.record import FORMAT, Machine, RunRecord, StartRecord
 from gpt.system import files
 from gpt.system.errors import UserError
 from gpt.system.files import disk_errors
@@ -174,35 +174,24 @@ def restore_compute(
     with the same number of ``processes``. Notes every change that affects rounding."""
     machine = started.saved.machine if started.saved else started.record.compute
     requested, threads = changes.get("device"), changes.get("threads", started.config.threads)
-    if machine is None:
-        compute = device.pick(requested or started.config.device, started.config.dtype, training=True)
-        device.use_threads(compute, threads)
-        return compute
-    target = requested if requested not in (None, "auto") else machine.device
-    compute = device.pick(target, machine.dtype, training=True)
-    old_device = torch.device(machine.device)
-    device_changed = compute.device.type != old_device.type or compute.device.index not in (None, old_device.index)
-    if device_changed:
-        note(f"on {compute.device} instead of {machine.device}: equal up to rounding, not bit for bit")
-    if processes != machine.processes:
-        note(
-            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: same batches; equal up to "
-            "rounding, except for dropout"
-        )
-    elif not device_changed and compute.device.type == "cpu":
-        if not 1 <= machine.threads <= MAX_THREADS:
-            message = f"{started.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}"
-            raise UserError(message, folder.HINT)
-        threads = changes.get("threads", machine.threads)
-        if threads != machine.threads:
-            note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal up to rounding, not bit for bit")
-        elif threads != torch.get_num_threads():
-            note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: it affects rounding")
+    kept: Machine | TrainConfig = machine or started.config
+    compute = device.pick(kept.device if requested in (None, "auto") else requested, kept.dtype, training=True)
+    version, old_version = versions()["torch"], (started.record.versions or {}).get("torch")
+    changed: list[tuple[str, object, object]] = [(f"torch {version}", version, old_version or version)]
+    if machine is not None:
+        old_device = torch.device(machine.device)
+        if compute.device.type != old_device.type or compute.device.index not in (None, old_device.index):
+            changed.append((f"on {compute.device}", compute.device, machine.device))
+        elif processes == machine.processes and compute.device.type == "cpu":
+            threads = changes.get("threads", machine.threads)
+            changed.append((counted(threads, "thread"), threads, machine.threads))
+        if processes != machine.processes:
+            number = counted(processes, "process", "processes")
+            note(f"{number} instead of {machine.processes}: same batches; equal up to rounding, except for dropout")
+    for text, new, old in changed:
+        if new != old:
+            note(f"{text} instead of {old}: equal up to rounding, not bit for bit")
     device.use_threads(compute, threads)
-    run_versions = started.record.versions
-    if run_versions is not None and run_versions.get("torch") != versions()["torch"]:
-        change = f"torch {versions()['torch']} instead of {run_versions.get('torch')}"
-        note(f"{change}: equal up to rounding, not bit for bit")
     return compute
 
 
