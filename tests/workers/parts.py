@@ -14,7 +14,7 @@ from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, THIRTY_STEPS, TWELVE_STEPS, co
 import gpt
 from gpt.config import events
 from gpt.runs import checkpoint
-from gpt.training import evaluation
+from gpt.training import evaluation, measuring
 
 # Runs of one process. `SHARDED_RUNS` repeats them with two processes.
 TUNED: dict[str, Any] = {
@@ -108,5 +108,5 @@ def two() -> None:
 
 
 if __name__ == "__main__":
-    evaluation.SAMPLE = SAMPLE
+    evaluation.SAMPLE, measuring.PROBE_SECONDS = SAMPLE, 0.1
     {"two": two}[sys.argv[1]]()
