@@ -150,6 +150,7 @@ def test_codes_keep_probabilities_to_the_third_digit() -> None:
     [
         (["--init", "x"], "--teachers cannot be combined with --init"),
         (["--pairs"], "--teachers cannot be combined with --pairs"),
+        (["--chat"], "--teachers cannot be combined with --chat"),
         (["--tokenizer", "bytes", "--batch-tokens", "1048576"], "GB for the text and 0.27 GB for a step"),
     ],
 )
@@ -166,10 +167,11 @@ def test_memory_of_teachers_is_planned() -> None:
     config = tiny_model().config
     alone, taught = (count_step_memory(config, Setup(8, is_taught=is_taught)).logits for is_taught in (False, True))
     assert taught >= alone + 8 * config.block_size * config.vocab_size * 4
+    known = facts(vocab_size=257, device="cuda", memory=300 * 10**9, host_memory=2**40)
     huge = resolved(preset="gpt3-13b", vocab_size=257, teachers=8, steps=8, batch_tokens=2**16)
     with pytest.raises(UserError, match=r"\(weights, gradients, optimizer state, teachers\), but only"):
-        recipe.check_model(huge, facts(vocab_size=257, device="cuda", memory=300 * 10**9))
-    recipe.check_model(replace(huge, own_teachers=None), facts(vocab_size=257, device="cuda", memory=300 * 10**9))
+        recipe.check_model(huge, known)
+    recipe.check_model(replace(huge, own_teachers=None), known)
 
 
 OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout": 0.1, "teachers": 2, "arch": "modern"}
