@@ -107,7 +107,7 @@ def test_timing_takes_a_small_share_of_the_minutes(
 ) -> None:
     clock: list[float] = []
     monkeypatch.setattr(size, "time", SimpleNamespace(perf_counter=lambda: sum(clock)))
-    done = SimpleNamespace(read=lambda: clock.append(step_seconds))
+    done = SimpleNamespace(read=lambda wait: clock.append(step_seconds))
     monkeypatch.setattr(size.Stepper, "step", lambda *args: done)
     speed = measure_throughput("pico", TrainConfig(minutes=1.0), CPU)
     assert speed == pytest.approx(1024 / step_seconds)
