@@ -75,10 +75,12 @@ more = functools.partial(pytest.param, marks=pytest.mark.more)  # case that only
 
 @pytest.fixture(autouse=True)
 def short_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shortens the samples of training runs: 80 tokens would take as long as a dozen steps."""
+    """Shortens the samples of training runs: 80 tokens would take as long as a dozen steps. Runs with ``minutes`` time
+    their steps for a tenth of a second."""
     import gpt
 
     monkeypatch.setattr("gpt.training.evaluation.SAMPLE", gpt.SampleConfig(max_tokens=4))
+    monkeypatch.setattr("gpt.training.measuring.PROBE_SECONDS", 0.1)
 
 
 @pytest.fixture(scope="session")

@@ -99,11 +99,11 @@ def interrupt_and_resume(out: str, step: int, **settings: Any) -> Path:
 
 
 MEETINGS: dict[str, dict[str, Any]] = {
-    "own teachers": {"init": "qwen2", "teachers": 1, "steps": 12},
-    "LoRA, teacher": {"init": "qwen3", "teacher": "llama", **LORA},
-    "pairs, LoRA, teacher": {"init": "mistral", "teacher": "gpt2", **LORA, "pairs": True},
+    "teachers": {**NEW, "teachers": 1, "steps": 12},
+    "LoRA": {"init": "qwen3", **LORA},
+    "pairs, LoRA": {"init": "mistral", **LORA, "pairs": True},
     "pairs, added context": {"init": "qwen2", "pairs": True, "block_size": 24},
-    "chat, LoRA, teacher": {"init": "qwen2", "teacher": "mistral", **LORA, "chat": True},
+    "chat, LoRA": {"init": "qwen2", **LORA, "chat": True},
     "chat, added tokens, untied": {"init": "mistral plain", "chat": True},
     "preferences, LoRA": {"init": "llama", **LORA, "preferences": True},
     "preferences": {"init": "gpt2", "preferences": True},
@@ -113,8 +113,8 @@ MEETINGS: dict[str, dict[str, Any]] = {
 
 
 def with_bases(bases: Bases, settings: dict[str, Any], *forms: str) -> dict[str, Any]:
-    """Replaces the names of families by paths of base models."""
-    return settings | {key: bases(settings[key], *forms) for key in ("init", "teacher") if settings.get(key)}
+    """Replaces the name of a family by the path of a base model."""
+    return settings | ({"init": bases(settings["init"], *forms)} if "init" in settings else {})
 
 
 def frames(run: Path) -> list[dict[str, Any]]:
@@ -146,8 +146,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "chat, LoRA": {"init": "qwen3", **LORA, "chat": True},
     "preferences, LoRA": {"init": "qwen2", **LORA, "preferences": True},
     "chat, added tokens": {"init": "gpt2 plain", "chat": True},
-    "teacher": {**NEW, "vocab_size": None, "teacher": "mistral"},
-    "LoRA, teacher": {"init": "qwen3", "teacher": "qwen2", **LORA},
 }
 
 
@@ -161,10 +159,10 @@ def test_training_from_a_gguf_file_equals_training_from_its_weights(name: str, b
     assert all(torch.equal(tensor, expected[name]) for name, tensor in state_of(parts).items())
 
 
-@pytest.mark.parametrize("name", ["pairs", "chat, LoRA", "preferences, LoRA", "own teachers", more("teacher")])
+@pytest.mark.parametrize("name", ["pairs", "chat, LoRA", "preferences, LoRA", "teachers"])
 def test_timed_run_equals_a_run_of_its_steps(name: str, bases: Bases) -> None:
-    settings = with_bases(bases, {**KINDS, "own teachers": {**NEW, "teachers": 1}}[name])
-    is_taught = name == "own teachers"
+    settings = with_bases(bases, {**KINDS, "teachers": {**NEW, "teachers": 1}}[name])
+    is_taught = name == "teachers"
     with steady_clock(6, cycles=1 + is_taught):
         timed = train("timed", **{**settings, "steps": None, "minutes": 1.0})
     resolved = json.loads((timed / "run.json").read_text())["resolved"]
@@ -187,7 +185,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     "llama, LoRA": {"init": "llama plain", **LORA},
     "mistral, pairs": {"init": "mistral plain", "pairs": True},
     "qwen2, chat, LoRA": {"init": "qwen2", **LORA, "chat": True},
-    "qwen3, LoRA, teacher": {"init": "qwen3 plain", "teacher": "qwen2 plain", **LORA},
+    "qwen3, LoRA": {"init": "qwen3 plain", **LORA},
 }
 
 
@@ -195,7 +193,7 @@ EXPORTED: dict[str, dict[str, Any]] = {
     ("name", "form"),
     [
         ("gpt2, chat, added tokens", "float32"), ("qwen2, chat, LoRA", "gguf"), more("llama, LoRA", "gguf"),
-        ("qwen3, LoRA, teacher", "float32"), more("llama, LoRA", "float32"), more("mistral, pairs", "float32"), more("gpt2, chat, added tokens", "gguf"),
+        ("qwen3, LoRA", "float32"), more("llama, LoRA", "float32"), more("mistral, pairs", "float32"), more("gpt2, chat, added tokens", "gguf"),
     ],
 )  # fmt: skip
 def test_exports_have_the_logits_texts_and_ends_of_the_trained_model(name: str, form: str, bases: Bases) -> None:

@@ -74,8 +74,8 @@ class SampleEvent(Event):
 @dataclass(frozen=True)
 class FrameEvent(Event):
     """How the model of ``step`` reads a sentence of a few tokens, and how it continues a prompt. ``probabilities`` has
-    that of each token after the first, given the tokens before. The attention of some heads and the most likely next
-    tokens after some layers are empty with sharded weights."""
+    that of each token after the first, given the tokens before. Some heads have their attention, and some layers the
+    most likely next tokens after them."""
 
     text: str  # begins with the prompt
     prompt: str
@@ -119,20 +119,6 @@ class ResumeEvent(Event):
     """A resume from a checkpoint, which deletes the metrics of later steps."""
 
     checkpoint: str
-
-
-@dataclass(frozen=True)
-class AnswersEvent(Event):
-    """The best checkpoint's answers with greedy decoding: ``exact`` of ``asked`` prompts are answered exactly. Up to
-    500 prompts are asked, spread over all ``pairs`` of the training text. Held-out fields are null without held-out
-    pairs."""
-
-    exact: int
-    asked: int
-    pairs: int
-    held_out_exact: int | None = None
-    held_out_asked: int | None = None
-    held_out_pairs: int | None = None
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,10 @@ class TrainConfig(TextConfig):
         level="basic",
     )  # fmt: skip
     seed: int = _run(1337, "Random seed; on a CPU, the same seed gives bit-identical weights", low=0)
-    teacher: tuple[str, ...] = _tune(
-        (), "Also learn from this model's probabilities; repeatable. It needs the same tokenizer", metavar="MODEL"
-    )
     teachers: int | None = _tune(
         None, "First train N models in turn, each from the last, in half of the time, as teachers",
         shown="set by the number of passes over the text", low=0, high=100,
     )  # fmt: skip
-    teacher_weight: float = _tune(0.8, "Weight of the teachers in the loss; the rest is the text", low=0, high=1)
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     preferences: bool = _tune(
@@ -201,14 +197,13 @@ class TrainConfig(TextConfig):
 
     def _check_examples(self) -> None:
         options = self._example_options
-        if self.preferences or self.reward is not None:
-            others = {
-                "teacher": bool(self.teacher),
-                "teachers": bool(self.teachers),
-                "compile on": self.compile == "on",
-                "shard full": self.reward is not None and self.shard == "full",
-            }
-            options += [f"--{name}" for name, is_given in others.items() if is_given]
+        others = {
+            "init": self.init is not None and bool(self.teachers),
+            "teachers": bool(self.teachers),
+            "compile on": self.compile == "on" and (self.preferences or self.reward is not None),
+            "shard full": self.shard == "full" and self.reward is not None,
+        }
+        options += [f"--{name}" for name, is_given in others.items() if is_given]
         if len(options) > 1:
             raise UserError(f"{options[-1]} cannot be combined with {options[0]}", "leave one of them out")
         if (self.preferences or self.reward is not None) and self.init is None:

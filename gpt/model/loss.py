@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from gpt.model import kernels
 from gpt.model.memory import columns_of_logits, positions_at_once
 
 IGNORED = -100  # Target that the loss ignores.
+TEACHER_WEIGHT = 0.8  # Weight of the teachers in the loss; the rest is the text (benchmarks/defaults.md).
 FLOAT16_SCALE = 2**-4  # Keeps sums of float16 logit gradients over all positions from overflowing.
 
 
@@ -21,8 +21,7 @@ def tied_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     chunk: int = 0,
-    teacher_weight: float = 0.0,
-    *teachers: Tensor,
+    codes: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> Tensor:
     """Returns the sum of -log p(target), in nats, over targets (B, T) that are not `IGNORED`. The logits are x Wᵀ for
@@ -31,10 +30,9 @@ def tied_cross_entropy(
     Computes logits for ``chunk`` positions at a time; 0 chooses automatically. On a GPU, pads the vocabulary to a
     multiple of 64 with columns that the softmax leaves out.
 
-    ``teachers`` are a residual stream and an unembedding for each teacher, or the one tensor of `encode_probabilities`.
-    They change only the gradient, to that of (1 − a) · cross-entropy + a · cross-entropy with the mean of the teachers'
-    probabilities, where a is ``teacher_weight`` (Hinton et al. 2015, arXiv 1503.02531). ``factors``, (B, T), multiply
-    the gradient of each target, and don't change the loss.
+    ``codes``, (B, T, V), are teachers' probabilities (`encode_probabilities`). They change only the gradient, to that
+    of (1 − a) · cross-entropy + a · cross-entropy with these probabilities, where a is `TEACHER_WEIGHT` (Hinton et al.
+    2015, arXiv 1503.02531). ``factors``, (B, T), multiply the gradient of each target, and don't change the loss.
     """
     device_type = x.device.type
     columns = columns_of_logits(len(weight), device_type)
@@ -45,9 +43,8 @@ def tied_cross_entropy(
         targets.flatten(),
         columns,
         chunk,
-        teacher_weight,
+        None if codes is None else codes.flatten(0, 1),
         None if factors is None else factors.flatten(),
-        *teachers,
     )  # type: ignore[no-untyped-call]
     return loss
 
@@ -65,9 +62,8 @@ class _CrossEntropy(torch.autograd.Function):
         targets: Tensor,
         columns: int,
         chunk: int,
-        teacher_weight: float,
+        codes: Tensor | None,
         factors: Tensor | None,
-        *teachers: Tensor,
     ) -> Tensor:
         device_type, vocab_size = x.device.type, len(weight)
         dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
@@ -79,19 +75,15 @@ class _CrossEntropy(torch.autograd.Function):
         if not kernels.is_compiling():
             logits_buffer = narrow_x.new_empty(chunk, columns)
             scratch = narrow_x.new_empty(chunk, vocab_size, dtype=wide_dtype)
-        ctx.n_teacher_tensors, tables = len(teachers), [each[:vocab_size].to(dtype) for each in teachers[1::2]]
-        streams = [torch.split(each.flatten(0, 1).to(dtype if tables else each.dtype), chunk) for each in teachers[::2]]
         total, grad_chunks, grad_table = x.new_zeros((), dtype=wide_dtype), [], None
         scales: Any = itertools.repeat(ctx.grad_scale)
         if factors is not None:
             scales = torch.split(factors[:, None] * ctx.grad_scale, chunk)
-        chunks = zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), scales, strict=False)
-        for index, (x_chunk, target_chunk, scale) in enumerate(chunks):
+        lessons: Any = itertools.repeat(None) if codes is None else torch.split(codes, chunk)
+        chunks = zip(torch.split(narrow_x, chunk), torch.split(targets, chunk), scales, lessons, strict=False)
+        for x_chunk, target_chunk, scale, lesson in chunks:
             is_counted, target_chunk = (target_chunk != IGNORED)[:, None], target_chunk.clamp(min=0)[:, None]
-            pull = None
-            if teachers:
-                states = [stream[index] for stream in streams]
-                pull = _pull_of_teachers(states, tables, target_chunk, teacher_weight, vocab_size)
+            pull = None if lesson is None else _pull_of_teachers(lesson, target_chunk)
             if kernels.is_compiling():
                 logits, target_log_p = _compute_gradient(
                     x_chunk @ table.t(), target_chunk, is_counted * scale, vocab_size, pull
@@ -115,28 +107,13 @@ class _CrossEntropy(torch.autograd.Function):
         scale, (grad_x, grad_table) = grads[0] / ctx.grad_scale, ctx.saved_tensors
         x_dtype, weight_dtype = ctx.dtypes
         grad_weight = None if grad_table is None else grad_table.to(weight_dtype) * scale
-        return grad_x.to(x_dtype) * scale, grad_weight, *[None] * (5 + ctx.n_teacher_tensors)
+        return grad_x.to(x_dtype) * scale, grad_weight, *[None] * 5
 
 
-def _pull_of_teachers(
-    states: Sequence[Tensor], tables: Sequence[Tensor], targets: Tensor, weight: float, vocab_size: int
-) -> Tensor:
-    """Returns weight · (one-hot − q), (n, V), which teachers add to the gradient of the logits. q is the mean of their
-    probabilities. ``states`` are (n, C) and ``tables`` are (at most V, C), one of each per teacher. Without tables, the
-    one state has the codes of q."""
-    q = mean_probabilities(states, tables, vocab_size) if tables else decode_probabilities(states[0])
-    pull = q * -weight
-    return torch.where(torch.arange(vocab_size, device=q.device) == targets, pull + weight, pull)
-
-
-def mean_probabilities(states: Sequence[Tensor], tables: Sequence[Tensor], vocab_size: int) -> Tensor:
-    """Returns the mean of the teachers' probabilities, (n, V), for the arguments of `_pull_of_teachers`."""
-    q = torch.zeros((), device=states[0].device)
-    for state, table in zip(states, tables, strict=True):
-        logits = state @ table.t()
-        p = torch.softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), -1)
-        q = q + (p if len(table) == vocab_size else F.pad(p, (0, vocab_size - len(table))))
-    return q / len(states)
+def _pull_of_teachers(codes: Tensor, targets: Tensor) -> Tensor:
+    """Returns a · (one-hot − q), (n, V), which teachers with the probabilities q add to the gradient of the logits."""
+    pull = decode_probabilities(codes) * -TEACHER_WEIGHT
+    return torch.where(torch.arange(pull.size(1), device=pull.device) == targets, pull + TEACHER_WEIGHT, pull)
 
 
 def encode_probabilities(q: Tensor) -> Tensor:

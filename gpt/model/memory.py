@@ -29,7 +29,6 @@ FLOAT = 4
 # Resident bytes of a CPU run besides a step's: 250 MB for Python and torch, 170 MB for held-out logits and 100 MB of
 # freed memory that glibc keeps, and 2.4 KB of tokenizer per token of the vocabulary.
 PROCESS, PROCESS_PER_TOKEN = 520_000_000, 2_400
-WHOLE_GRADIENTS = 0.25  # Maximum share of device memory for gradients that accumulate unsharded.
 # Elements per hidden unit that the MLP saves for its gradient. GELU saves its input and output; SwiGLU saves the gate
 # before and after SiLU, the up-projection and the product.
 SAVED_BY_MLP: dict[Mlp, int] = {"gelu": 2, "swiglu": 4}
@@ -50,9 +49,8 @@ class Setup:
     data: int = 1  # data-parallel ranks
     shard: bool = False  # whether data-parallel ranks shard parameters, gradients and optimizer state
     device: Literal["cuda", "cpu"] = "cuda"
-    teachers: tuple[GPTConfig, ...] = ()  # shapes of the models to learn from
+    is_taught: bool = False  # whether the model learns from teachers
     adapters: tuple[Shape, ...] = ()  # shapes of LoRA's A and B of each map, in turn; if empty, all weights are trained
-    whole_gradients: bool = False  # whether sharded ranks accumulate unsharded gradients
     sides: int = 1  # sequences per row: 2 for preferences
     base_bits: float = 0.0  # bits of a weight in the blocks of a quantized base model
 
@@ -99,13 +97,12 @@ class StepMemory:
     copies: int  # narrower copies of weights, or weights gathered from other ranks
     snapshot: int  # parameters and optimizer state for a checkpoint, in host memory
     moments: Mapping[str, int]
-    teachers: int = 0  # weights of the teachers
     process: int = 0  # everything else in the process, on a CPU
 
     @property
     def minimum(self) -> int:
         """Bytes that a run needs on the device, even with the smallest micro-batch."""
-        return self.parameters + self.gradients + self.optimizer + self.teachers
+        return self.parameters + self.gradients + self.optimizer
 
     @property
     def peak(self) -> int:
@@ -130,13 +127,10 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
         loss_bytes(config, setup),
         weight_copies(config, setup),
     )
-    teachers = sum(teacher_weights(teacher, setup) for teacher in setup.teachers)
-    permanent = parameters + state + fixed + teachers + snapshot * (setup.device == "cpu")
+    permanent = parameters + state + fixed + snapshot * (setup.device == "cpu")
     copies = blocks * (not setup.shard)  # Autocast copies all block weights once per micro-batch.
     # Gradients of earlier micro-batches, or the gradient buckets of torch's DDP.
-    accumulated = (trained if setup.shard and setup.whole_gradients else gradients) * (
-        setup.accumulates or (setup.data > 1 and not setup.shard)
-    )
+    accumulated = gradients * (setup.accumulates or (setup.data > 1 and not setup.shard))
     # A block's backward pass needs MLP gradients, gathered weights, and recomputed activations.
     block_backward = positions * setup.width * config.mlp_width * (2 if config.mlp == "swiglu" else 1)
     block_backward += blocks * setup.shard
@@ -149,22 +143,9 @@ def count_step_memory(config: GPTConfig, setup: Setup) -> StepMemory:
         "backward": permanent + gradients + max(block_backward + positions * block(config, setup), tables * table),
         "update": permanent - fixed + gradients + _update_bytes(config, setup),
     }
-    if setup.teachers:  # Teachers run before the model does. Their blocks keep nothing for a backward pass.
-        working = positions * max(block(teacher, setup) for teacher in setup.teachers)
-        moments["teachers"] = permanent + accumulated + working
     process = (PROCESS + PROCESS_PER_TOKEN * config.vocab_size) * (setup.device == "cpu")
     sizes = parameters, gradients, state, activations, loss, fixed + blocks, snapshot
-    return StepMemory(*sizes, moments, teachers, process)
-
-
-def accumulates_whole(config: GPTConfig, memory: int) -> bool:
-    """Whether sharded ranks, with ``memory`` bytes each, accumulate unsharded gradients, which saves communication."""
-    return FLOAT * sum(counts(config).values()) < WHOLE_GRADIENTS * memory
-
-
-def teacher_weights(teacher: GPTConfig, setup: Setup) -> int:
-    """Bytes of a teacher's weights, which are in bfloat16 if the run computes in it."""
-    return (2 if setup.dtype == "bfloat16" else FLOAT) * sum(counts(teacher).values())
+    return StepMemory(*sizes, moments, process)
 
 
 def optimizer_state(rank_counts: Mapping[Kind, int], optimizer: str) -> int:
@@ -250,9 +231,9 @@ def weight_copies(config: GPTConfig, setup: Setup) -> tuple[int, int]:
 
 
 def loss_bytes(config: GPTConfig, setup: Setup) -> int:
-    """Bytes of the loss: the teachers' residual streams and probabilities, the trunk's output and its gradient,
-    logits, float32 softmax, the unembedding in the dtype of products, and its gradient (two float32 tensors if there
-    are several chunks; none if it is frozen)."""
+    """Bytes of the loss: the trunk's output and its gradient, logits, float32 softmax, the probabilities of teachers,
+    the unembedding in the dtype of products, and its gradient (two float32 tensors if there are several chunks; none
+    if it is frozen)."""
     V, C, s = config.vocab_size, config.n_embd, setup.width
     n, positions = logits_at_once(config, setup), setup.sides * setup.micro_batch * config.block_size
     columns = columns_of_logits(V, setup.device)
@@ -260,8 +241,7 @@ def loss_bytes(config: GPTConfig, setup: Setup) -> int:
     copy = narrows if columns == V else s
     gradient = 0 if setup.adapters else 2 * FLOAT if n < positions else s
     x = positions * C * (setup.weight_width + narrows + 2 * s)
-    teachers = positions * setup.stream * sum(teacher.n_embd for teacher in setup.teachers)
-    teachers += n * (s + 2 * FLOAT) * V * bool(setup.teachers)  # their logits, probabilities and mean
+    teachers = n * 3 * FLOAT * V * setup.is_taught
     return x + n * (s + FLOAT) * columns + (copy + gradient) * V * C + teachers
 
 

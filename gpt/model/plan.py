@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from gpt.config.model import GPTConfig
 from gpt.config.plan import PlanConfig
-from gpt.model.memory import Setup, StepMemory, accumulates_whole, count_step_memory, divisors, logits_at_once
+from gpt.model.memory import Setup, StepMemory, count_step_memory, divisors, logits_at_once
 from gpt.model.params import breakdown, flops_per_token
 from gpt.system.errors import UserError
 from gpt.system.peaks import Kind, find_kind
@@ -92,7 +92,6 @@ def setups(config: GPTConfig, request: PlanConfig, rows: int, devices: int) -> I
                 data=devices,
                 shard=shard,
                 device="cpu" if request.kind == "cpu" else "cuda",
-                whole_gradients=accumulates_whole(config, memory),
             )
             yield with_largest_micro_batch(config, setup, rows // devices, memory)
 

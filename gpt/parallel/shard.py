@@ -4,7 +4,6 @@ torch's `fully_shard` (FSDP2; Zhao et al. 2023, arXiv 2304.11277) cuts each para
 gathers a block's parameters only while computing it. Each rank trains on different sequences.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,12 +53,9 @@ class ShardedModel:
     kernels and snapshots need no code for sharding.
     """
 
-    def __init__(
-        self, config: GPTConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype, accumulates_unsharded: bool
-    ) -> None:
-        """Matrix products and gathered blocks have ``dtype``; parameters and gradient sums are float32.
-        ``accumulates_unsharded`` means that unsharded gradients fit into memory."""
-        self.mesh, self.accumulates_unsharded = mesh, accumulates_unsharded
+    def __init__(self, config: GPTConfig, mesh: DeviceMesh, device: torch.device, dtype: torch.dtype) -> None:
+        """Matrix products and gathered blocks have ``dtype``; parameters and gradient sums are float32."""
+        self.mesh = mesh
         self.model = _on_meta(config)
         _fully_shard(self.model, mesh, dtype)
         self.model.to_empty(device=device)
@@ -74,16 +70,6 @@ class ShardedModel:
         rows = shard_rows(len(whole), self.mesh.size(), self.mesh.get_local_rank())
         self.parameters[name].copy_(whole[rows])
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Returns a context that accumulates unsharded gradients without reduce-scatter, if they fit into memory."""
-        assert isinstance(self.model, FSDPModule)
-        self.model.set_requires_gradient_sync(not self.accumulates_unsharded)
-        try:
-            yield
-        finally:
-            self.model.set_requires_gradient_sync(True)
-
     def abandon_backward(self) -> None:
         """Frees gathered weights, and gradients that were not reduced. The next forward pass starts from a clean state,
         even after an error."""
@@ -93,7 +79,6 @@ class ShardedModel:
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and (group := module._get_fsdp_state()._fsdp_param_group) is not None:
                 for param in group.fsdp_params:
-                    param.unsharded_accumulated_grad = None
                     if hasattr(param, "_unsharded_param"):
                         param.unsharded_param.grad = None
 

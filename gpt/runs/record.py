@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from gpt.config.settings import Count, Within, checked
-from gpt.config.train import DEVICE, Dtype
+from gpt.config.train import DEVICE, MAX_THREADS, Dtype
 from gpt.system.errors import UserError
 from gpt.system.files import read_json, to_json, write_file
 
@@ -23,7 +23,7 @@ class Machine:
 
     device: str
     dtype: str
-    threads: int
+    threads: Annotated[int, Within(1, MAX_THREADS)]
     processes: Annotated[int, Within(1, 2**20)] = 1
 
     def __post_init__(self) -> None:
@@ -51,8 +51,7 @@ class TokenCounts:
 
 @dataclass(frozen=True)
 class StartRecord:
-    """The model that a run was fine-tuned from, or a teacher: the user's name for it, its folder, and its weight files'
-    checksums."""
+    """The model that a run was fine-tuned from: the user's name for it, its folder, and its weight files' checksums."""
 
     model: str
     path: str
@@ -84,7 +83,6 @@ class RunRecord:
     tokens: TokenCounts | None = None
     sources: list[Table] | None = None  # input files with checksums
     init: StartRecord | None = None
-    teachers: list[StartRecord] | None = None
     yardsticks: Table | None = None  # `Yardsticks` of the held-out text, measured before the first step
     resumed: list[Resumed] = field(default_factory=list)
     ended: str | None = None  # reason for the end
@@ -93,7 +91,7 @@ class RunRecord:
     @property
     def is_taught(self) -> bool:
         """Whether the run learns from teachers."""
-        return bool(self.teachers or (self.resolved or {}).get("own_teachers"))
+        return bool((self.resolved or {}).get("own_teachers"))
 
     @classmethod
     def read(cls, run: Path) -> "RunRecord":

@@ -3,7 +3,7 @@
 import dataclasses
 import platform
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -54,12 +54,11 @@ class Session:
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run trains with: its device, data, base model and the teachers that the user gave."""
+    """What a run trains with: its device, data and base model."""
 
     compute: Compute
     data: Dataset
     init: InitCheckpoint | None
-    teachers: list[InitCheckpoint]
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class RunContext:
     data: Dataset
     compute: Compute
     init: InitCheckpoint | None
-    teachers: Sequence[InitCheckpoint]  # given by the user
     recipe: Recipe
     changes: Mapping[str, Any]  # settings that this resume changes
     log: str
@@ -155,17 +153,14 @@ class Result:
         return checked(cls, {**record, "run": run, "checkpoint": run / name}, where)
 
 
-def data_record(
-    record: RunRecord, data: Dataset, init: InitCheckpoint | None, teachers: Sequence[InitCheckpoint]
-) -> RunRecord:
-    """Returns ``record`` with entries for the tokenized data and the models that the run starts with."""
+def data_record(record: RunRecord, data: Dataset, init: InitCheckpoint | None) -> RunRecord:
+    """Returns ``record`` with entries for the tokenized data and the base model."""
     return dataclasses.replace(
         record,
         tokenizer=TokenizerRecord(data.tokenizer.name, data.tokenizer.fingerprint),
         tokens=TokenCounts(data.tokens, data.held_out_tokens),
         sources=data.sources,
         init=init.record() if init else None,
-        teachers=[teacher.record() for teacher in teachers] or None,
     )
 
 

@@ -46,7 +46,7 @@ class GradientProgram:
         shapes = [tuple(tensor.shape) for tensor in self.inputs]
         key: tuple[object, ...] = (code, model.config, self.shape, compute.dtype_name, shapes, objective.separator)
         if teachers:
-            key = (*key, objective.teacher_weight, [(tuple(t.shape), t.dtype) for t in teachers])
+            key = (*key, [(tuple(t.shape), t.dtype) for t in teachers])
         trace = functools.partial(_trace_graph, objective, model, compute, self.shape, teachers)
         self.run = programs.find(key, trace, note, "the step")
 

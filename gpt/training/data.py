@@ -88,9 +88,8 @@ def open_tokens(
             note(f"{paths[0]} is already tokenized: --{name.replace('_', '-')} has no effect")
     folder = TokenFolder(*paths)
     if tokenizer is not None and not folder.adopt_tokenizer(tokenizer):
-        model = config.init or config.teacher[0]
-        message = f"{folder.path} was made with another tokenizer ({folder.tokenizer.name}), not that of {model}"
-        raise UserError(message, f"tokenize the text with the model's own: gpt tokenize … --tokenizer {model}")
+        message = f"{folder.path} was made with another tokenizer ({folder.tokenizer.name}), not that of {config.init}"
+        raise UserError(message, f"tokenize the text with the model's own: gpt tokenize … --tokenizer {config.init}")
     return _open_folder(folder, note)
 
 

@@ -102,7 +102,7 @@ def _compare(run: RunContext) -> dict[str, Any]:
     teachers."""
     trend = None
     with contextlib.suppress(UserError):  # The metrics are incomplete if the disk was full.
-        trend = None if run.teachers or run.recipe.own_teachers else report.read_history(run.path).trend
+        trend = None if run.recipe.own_teachers else report.read_history(run.path).trend
     return {"yardsticks": report.stored_yardsticks(RunRecord.read(run.path)), "trend": trend}
 
 
@@ -121,18 +121,11 @@ def interleave(items: Sequence[T]) -> list[T]:
     return [items[index] for index in sorted(range(len(items)), key=lambda index: index * GOLDEN_RATIO % 1)]
 
 
-def mean_loss(strategy: Strategy, windows: Iterable[Window], compute: Compute, stop: StopSignal) -> float:
-    """Returns the mean loss over windows, in nats per token. The ranks share the work. After a signal to any rank, all
-    raise `Stopped`."""
-    total, count = sum_over_ranks(evaluate.total_loss, strategy, windows, compute, stop)
-    return total / count if count else math.nan
-
-
 def measure_held_out(
     strategy: Strategy, data: Dataset, recipe: Recipe, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> tuple[float, float, dict[str, Any]]:
     """Returns the mean loss over held-out windows, the number of tokens, preferences or prompts in it, and the mean
-    scores of preferences or answers. Raises `Stopped` like `mean_loss`."""
+    scores of preferences or answers. The ranks share the work. After a signal to any rank, all raise `Stopped`."""
     if data.prompts is not None:
         measure = partial(Judge(strategy, recipe, data.tokenizer, stop).measure, data.prompts[1])
         reward, tokens, count = sum_over_ranks(measure, strategy, windows, compute, stop, 3)
@@ -155,7 +148,7 @@ def sum_log_probs(
     strategy: Strategy, rows: int, windows: Iterable[Window], compute: Compute, stop: StopSignal
 ) -> torch.Tensor:
     """Returns the sum of log p(target) of each of ``rows`` sequences, as pairs (rows / 2, 2). It is NaN if no window of
-    the sequence was measured. Raises `Stopped` like `mean_loss`."""
+    the sequence was measured. Raises `Stopped` like `measure_held_out`."""
 
     def measure(model: GPT, windows: Iterable[Window], compute: Compute) -> list[float]:
         sums = np.zeros((2, rows))

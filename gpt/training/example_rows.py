@@ -42,7 +42,7 @@ class ExampleRows(list[ExampleRow]):
     log-probabilities under the model before training, (pairs, 2)."""
 
     examples, sides = 0, 1
-    reference: npt.NDArray[np.float32] | None = None
+    reference: npt.NDArray[np.float32]
 
     @property
     def tokens(self) -> int:
@@ -101,7 +101,7 @@ class RowBatches:
         x, y = (array.reshape(len(own), sides, -1) for array in pad(windows))
         if sides == 1:
             return x[:, 0], y[:, 0]
-        return x, y, np.zeros(x.shape[:2], np.float32) if examples.reference is None else examples.reference[own]
+        return x, y, examples.reference[own]
 
 
 E = TypeVar("E", bound=Example)
@@ -127,6 +127,7 @@ class Encoder(Generic[E]):
             rows = self.rows(example)
             all_rows.examples += bool(rows)
             all_rows.extend(rows)
+        all_rows.reference = np.zeros((len(all_rows) // 2, 2), np.float32)  # until it is computed
         return all_rows
 
     def rows(self, example: E) -> list[ExampleRow]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpt.insight import inspect
-from gpt.insight.evaluate import Window, score_windows
+from gpt.insight.evaluate import Window
 from gpt.model.loss import IGNORED
 from gpt.runs import folder
 from gpt.system.errors import NotANumber, UserError
@@ -41,14 +41,14 @@ class Film:
         """Returns a frame if it is due, given the run's ``progress`` from 0 to 1. Runs on all ranks. Raises `Stopped`
         after a signal."""
         run, start = self.run, time.perf_counter()
+        if self.recipe.is_sharded:  # Patterns and lens need whole weights outside of the forward pass.
+            return None
         ids = run.world.broadcast_object(lambda: self._choose_ids() if is_last or self._is_due(progress) else [])
         if not ids:
             return None
         frame: dict[str, Any] = {"pieces": [inspect.token_text(run.data.tokenizer, id) for id in ids]}
         try:
-            if self.recipe.is_sharded:
-                frame |= self._score(strategy, ids)
-            elif run.world.is_main:
+            if run.world.is_main:
                 frame |= self._inspect(strategy, ids)
         except NotANumber:  # The loop itself handles a model that diverges.
             return None
@@ -83,15 +83,6 @@ class Film:
             start = next((at + 1 for at, token in enumerate(tokens) if token.endswith(b"\n")), 0)
         passage: list[int] = ids[start : start + self.size].tolist()
         return passage
-
-    def _score(self, strategy: Strategy, ids: list[int]) -> dict[str, Any]:
-        """Returns only the probabilities, because patterns and lens need whole weights outside of the forward pass."""
-        window = Window(0, 0, np.array(ids[:-1], np.int64), np.array(ids[1:], np.int64), 0)
-        losses = next(score_windows(strategy.model, [window], self.run.compute))[1] if len(ids) > 1 else np.zeros(0)
-        if not np.isfinite(losses).all():
-            raise NotANumber("a probability is not finite")
-        missing = {"heads": [], "kinds": [], "attention": "", "layers": [], "lens": [], "lens_probabilities": []}
-        return {"probabilities": np.exp(-losses).tolist(), **missing}
 
     def _inspect(self, strategy: Strategy, ids: list[int]) -> dict[str, Any]:
         """Returns what `gpt inspect` shows of the sentence, for some heads and layers."""

@@ -43,9 +43,9 @@ STEPS, PAIR_STEPS = 100, 400  # minimum steps of default runs on text and on pai
 
 @dataclass(frozen=True)
 class InitCheckpoint:
-    """The base model of fine-tuning, or a teacher. ``sha256`` maps the names of its weight files to checksums."""
+    """The base model of fine-tuning. ``sha256`` maps the names of its weight files to checksums."""
 
-    name: str  # the value of ``--init`` or ``--teacher``
+    name: str  # the value of ``--init``
     path: Path
     model: GPTConfig
     tokenizer: Tokenizer

@@ -127,11 +127,8 @@ class Journal:
 
     def end(self, result: Result, reason: str) -> Result:
         """Reports and records the result of the run. Returns it with its duration."""
-        best, held_out, state = int(result.checkpoint.name.partition("-")[2]), result.held_out_answers, self.state
+        best, state = int(result.checkpoint.name.partition("-")[2]), self.state
         self.emit(events.SampleEvent, best, text=result.sample, prompt=result.prompt, verdict=result.verdict)
-        if result.answers is not None:
-            counts = {f"held_out_{key}": count for key, count in vars(held_out).items()} if held_out else {}
-            self.emit(events.AnswersEvent, **vars(result.answers), **counts)
         if best != state.step:
             is_worse = is_overfitted(state.measured_loss or 0.0, state.best_loss or 0.0)
             what = "overfitted after" if is_worse else "the held-out loss was lowest at"

@@ -12,6 +12,8 @@ from typing import Any, NoReturn
 
 from gpt.config import events
 from gpt.config.device import Download
+from gpt.corpus.batches import Batches
+from gpt.model.loss import TEACHER_WEIGHT
 from gpt.model.memory import divisors
 from gpt.runs import checkpoint, folder
 from gpt.runs.sampling_defaults import NO_DEFAULTS, read_defaults
@@ -29,7 +31,7 @@ from gpt.training.schedule import lr_at
 from gpt.training.state import TrainState, read_snapshot, seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import make_strategy
-from gpt.training.teachers import TEACHERS, Teachers, keep_teacher, own_teachers
+from gpt.training.teachers import TEACHERS, TaughtBatches, keep_teacher, read_text
 from gpt.training.time_budget import END_SECONDS, INTERVALS, Clock
 
 MAX_BAD_STEPS = 3  # consecutive bad steps after which a run has diverged
@@ -81,13 +83,13 @@ class Trainer:
         run, state = self.run, self.state
         self.clock: Clock | None = None
         self.recipe = recipe = self.run_recipe.cycle(state.cycle)
-        self.teachers = self.open_teachers()
+        batches = self.read_by_teachers()
         seed_all(recipe.seed)
         is_later_teacher = 0 < state.cycle < self.run_recipe.n_teachers
         start = run.path / TEACHERS / str(state.cycle) if path is None and is_later_teacher else path
         self.strategy = make_strategy(recipe, run.compute, self.world, run.init, start)
         self.model = self.strategy.model
-        self.stepper = Stepper(self.strategy, recipe, self.teachers, self.session.note, self.on_uncompiled)
+        self.stepper = Stepper(self.strategy, recipe, self.session.note, self.on_uncompiled)
         if path is None:
             state.windows = windows_to_evaluate(recipe)
             if recipe.budget is not None and recipe.budget.windows:
@@ -102,8 +104,9 @@ class Trainer:
             read_snapshot(path, run.saved, self.strategy).restore(self.strategy, self.stepper.scaler)
             if self.run_recipe.steps > run.saved.recipe.steps:
                 state.evals_since_best = 0  # Reset patience.
-        batches = with_answers(self.data.batches(recipe), self.strategy, recipe, self.data.tokenizer, self.session.stop)
-        self.batches = self.teachers.teach(batches)
+        self.batches = batches or with_answers(
+            self.data.batches(recipe), self.strategy, recipe, self.data.tokenizer, self.session.stop
+        )
         self.pending: PendingStep | None = None
         self.held_out = self.data.sample_windows(recipe.model.block_size, state.windows)
         self.film = Film(run, recipe, self.held_out)
@@ -111,28 +114,22 @@ class Trainer:
             run, self.strategy, self.stepper.scaler, state, self.tokenizer_files, self.journal
         )
 
-    def open_teachers(self) -> Teachers:
-        """Opens the teachers of the state's cycle, and lets them read the text. The run's own have none."""
-        run, count = self.run, self.run_recipe.n_teachers
-        if self.state.cycle < count:
-            return Teachers([], run.compute)
-        found = [*self.world.raise_on_all(lambda: own_teachers(run.path, count)), *run.teachers]
-        teachers = Teachers(found, run.compute, self.recipe.separator)
-        if not found:
-            return teachers
-        self.session.note(
-            f"teachers: {', '.join(teacher.name for teacher in found)}, with a weight of "
-            f"{self.recipe.teacher_weight:g} in the loss. The losses shown are the cross-entropy with the text"
-        )
-        budget, elapsed = self.recipe.budget, time.perf_counter() - run.start_time
-        max_seconds = budget.training_seconds(elapsed) / 2 if budget else math.inf
-        teachers.read(self.data.batches(self.recipe), self.recipe, run.path, self.session, max_seconds)
+    def read_by_teachers(self) -> TaughtBatches | None:
+        """Lets the run's own teachers read the text, if this cycle is that of the model that learns from them."""
+        run, recipe, batches = self.run, self.recipe, self.data.batches(self.recipe)
+        if recipe.own_teachers is None or not isinstance(batches, Batches):
+            return None
+        weight = f"the teachers have a weight of {TEACHER_WEIGHT:g} in the loss"
+        self.session.note(f"{weight}. The losses shown are the cross-entropy with the text")
+        teachers = [run.path / TEACHERS / str(number) for number in range(1, recipe.n_teachers + 1)]
+        read = partial(read_text, teachers, batches, run.compute, recipe.separator, self.session)
+        taught = self.world.raise_on_all(read)
         self.poll()
         if self.signum:
             self.journal.report_early_end("signal")
             hint = f"resume with: {run.resume_command}"
             raise Interrupted(self.signum, f"interrupted while the teachers read the text; {hint}")
-        return teachers
+        return taught
 
     def start_clock(self) -> None:
         """Starts the clock of a timed run's cycle, and announces the cycle."""

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from gpt.config import events
 from gpt.insight.evaluate import Window
@@ -13,26 +12,22 @@ from gpt.insight.yardsticks import MAX_TEXT_BYTES, MAX_TRAIN_BYTES
 from gpt.model.loss import IGNORED
 from gpt.system.interrupt import StopSignal
 from gpt.training.context import Inputs, Session
-from gpt.training.data import BatchSource
 from gpt.training.evaluation import (
     MAX_CHECKED_PAIRS,
     estimate_sample_seconds,
-    mean_loss,
     measure_held_out,
     windows_to_evaluate,
 )
 from gpt.training.memory_probe import fit_micro_batch
 from gpt.training.recipe import Facts, Recipe
-from gpt.training.rewards import AnswerBatches, with_answers
-from gpt.training.size import TIMING_SHARE, TIMING_STEPS
+from gpt.training.rewards import with_answers
+from gpt.training.size import TIMING_SHARE, time_step
 from gpt.training.state import seed_all
 from gpt.training.step import Stepper
 from gpt.training.strategy import Strategy, make_strategy
-from gpt.training.teachers import TaughtBatches, Teachers
 from gpt.training.time_budget import Costs
 
 PROBE_SECONDS = 5.0  # maximum time for which steps are timed
-PROBE_STEPS = 2  # minimum number of timed steps; the first ones allocate memory
 SAVE_BYTES_PER_SECOND = 250e6  # assumed speed of writing, syncing, reading back and hashing
 XZ_BYTES_PER_SECOND = 1e6  # assumed speed of compressing the text, which takes two threads
 
@@ -51,7 +46,7 @@ class Meter:
         session, compiled = self.session, facts.costs is not None
         session.note("measuring training speed on this machine")
         session.listen(events.Progress("measuring"))
-        costs = self._measure(replace(draft, compile=compiled))
+        costs = self._measure(replace(draft, compile=compiled, own_teachers=None))
         session.note(f"{1 / costs.token:,.0f} tokens/s")
         # What else comes before the first step: the yardsticks, and the reference of preferences.
         yardsticks = min(self.inputs.data.bytes, MAX_TRAIN_BYTES + MAX_TEXT_BYTES) / XZ_BYTES_PER_SECOND
@@ -65,21 +60,20 @@ class Meter:
         world, data = self.session.world, self.inputs.data
         seed_all(recipe.seed)
         strategy = make_strategy(recipe, self.inputs.compute, world, self.inputs.init)
-        batches, teachers = data.batches(recipe), Teachers(self.inputs.teachers, self.inputs.compute, recipe.separator)
+        batches = data.batches(recipe)
         answered = with_answers(batches, strategy, recipe, data.tokenizer, self.session.stop)
-        teachers.pretend_to_read(batches, recipe)
-        stepper = Stepper(strategy, recipe, teachers, self.session.note)
+        stepper = Stepper(strategy, recipe, self.session.note)
         fit_micro_batch(stepper, batches.length + recipe.answer_tokens)
         if recipe.compile:
             stepper.compile()  # The run itself reports compilation errors.
         max_seconds = TIMING_SHARE * 60 * self.minutes
-        seconds = time_steps(stepper, teachers.teach(answered), max_seconds)
-        step_seconds = seconds[TIMING_STEPS[0] :] or seconds[1:]
+        batch = partial(answered.global_batch, rank=world.rank, ranks=world.size)
+        step_seconds = time_step(stepper, batch, min(max_seconds, PROBE_SECONDS))
         held_out = data.sample_windows(recipe.model.block_size, windows_to_evaluate(recipe))
         targets = sum(int((w.y[w.skipped :] != IGNORED).sum()) for w in held_out) / max(1, len(held_out))
-        measure = partial(measure_held_out, strategy, data, recipe) if recipe.reward else partial(mean_loss, strategy)
+        measure = partial(measure_held_out, strategy, data, recipe)
         return Costs(
-            token=sum(step_seconds) / len(step_seconds) / recipe.batch_tokens,
+            token=step_seconds / recipe.batch_tokens,
             window=stepper.run_eagerly(lambda: measure_window_seconds(strategy, held_out, max_seconds, measure)),
             sample=stepper.run_eagerly(lambda: estimate_sample_seconds(strategy, data)),
             # Weights and two moments in float32.
@@ -88,19 +82,6 @@ class Meter:
             all_windows=math.ceil(data.held_out_targets / max(1.0, targets)),
             pairs=MAX_CHECKED_PAIRS if data.pairs else 0,
         )
-
-
-def time_steps(
-    stepper: Stepper, batches: BatchSource | AnswerBatches | TaughtBatches, max_seconds: float
-) -> list[float]:
-    """Times training steps for ``max_seconds``, at most `PROBE_SECONDS`."""
-    world, seconds, lesson = stepper.world, list[float](), list[Any]()
-    while len(seconds) < PROBE_STEPS or world.broadcast_object(lambda: sum(seconds) < min(max_seconds, PROBE_SECONDS)):
-        start = time.perf_counter()
-        x, y, *lesson = batches.global_batch(len(seconds), world.rank, world.size)
-        stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
-        seconds.append(time.perf_counter() - start)
-    return seconds
 
 
 def measure_window_seconds(

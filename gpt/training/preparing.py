@@ -22,7 +22,6 @@ from gpt.training.context import Inputs, Session, data_record, now
 from gpt.training.data import Dataset, find_kind, make_tokens, open_examples, open_tokens
 from gpt.training.finetune import find_init
 from gpt.training.size import preset_for_minutes
-from gpt.training.teachers import choose_tokenizer, find_teacher
 
 TOKENS = "tokens"  # subfolder of the run folder
 
@@ -46,8 +45,7 @@ def prepare(
         message = f"{find_kind(config).plural} cannot be read from stdin by several processes"
         raise UserError(message, "put them in a file")
     init = find_init(config)
-    teachers = [find_teacher(name) for name in config.teacher]
-    tokenizer = choose_tokenizer(config, init, teachers)
+    tokenizer = init.tokenizer if init else None
     source: Dataset | Corpus
     if config.has_examples:
         source = open_examples(texts, config, compute.device.type, note, tokenizer, init.model if init else None)
@@ -67,8 +65,8 @@ def prepare(
     if isinstance(data, Corpus):
         data = make_tokens(data, config, run / TOKENS, compute.device.type, listen, note, tokenizer)
     with disk_errors(run):
-        data_record(record, data, init, teachers).write(run)
-    return run, Inputs(compute, data, init, teachers)
+        data_record(record, data, init).write(run)
+    return run, Inputs(compute, data, init)
 
 
 def detect_examples(texts: Sequence[str], config: TrainConfig, note: Callable[[str], None]) -> TrainConfig:

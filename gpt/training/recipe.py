@@ -12,7 +12,7 @@ from gpt.config.model import GPTConfig, Preset, find_preset
 from gpt.config.settings import Amount, Count, Positive, Within
 from gpt.config.train import DEFAULT_WEIGHT_DECAY, BaseDtype, Optimizer, TrainConfig
 from gpt.model import lora
-from gpt.model.memory import Setup, accumulates_whole, count_step_memory, divisors
+from gpt.model.memory import FLOAT, Setup, count_step_memory, divisors
 from gpt.model.params import breakdown, nearest_preset
 from gpt.model.plan import with_largest_micro_batch, with_loss_chunks, with_micro_batch
 from gpt.system.errors import UserError
@@ -46,8 +46,8 @@ TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
 MIN_TEACHER_STEPS = 100
 TEACHER_EVALUATIONS = 5  # of each
 MAX_STEPS = 2**53
-# Maximum bytes of a text's probabilities and of a step's, and maximum vocabulary, for teachers that read a text
-# beforehand. A byte per probability is too coarse for the tail of a large vocabulary.
+# Maximum bytes of the teachers' probabilities for a text and for a step, and maximum vocabulary. A byte per probability
+# is too coarse for the tail of a large vocabulary.
 MAX_LESSON_BYTES, MAX_STEP_BYTES, MAX_READ_VOCABULARY = 2**30, 2**26, 8192
 ID_BYTES, ROW_BYTES = 16, 256  # host memory per token id of a batch, and extra bytes per row
 BATCH_MEMORY_SHARE = 0.5  # maximum share of host memory for a batch
@@ -82,13 +82,8 @@ class Facts:
     sides: int = 1  # sequences per row: 2 for preferences
     base: GPTConfig | None = None  # shape of the base model in fine-tuning
     base_bytes: int = 0  # size of a base model that is quantized
-    teachers: tuple[GPTConfig, ...] = ()  # shapes of the teachers
     costs: Costs | None = None  # of uncompiled steps, once measured for ``--minutes``
     compiled_costs: Costs | None = None
-
-    def with_own_teachers(self, count: int, model: GPTConfig) -> "Facts":
-        """The same facts for a run that trains teachers of its own size."""
-        return replace(self, teachers=(*[model] * count, *self.teachers))
 
     @classmethod
     def on(cls, compute: Compute, **others: Any) -> "Facts":
@@ -142,8 +137,7 @@ class Recipe:
     recompute: bool = False  # whether the backward pass recomputes activations
     # The settings that follow the clock, from "steps eval_every save_every sample_every". Their values are estimates.
     by_clock: str = ""
-    teacher_weight: Annotated[float, Within(0, 1)] = 0.0  # weight of the teachers in the loss
-    own_teachers: OwnTeachers | None = None
+    own_teachers: OwnTeachers | None = None  # whom the model learns from
     separator: Count | None = None  # id that starts a document, unless documents see each other
     beta: Amount = 0.0  # of preferences; 0 for other data
     reward: str | None = None  # the command that rewards answers to prompts; None for other data
@@ -163,11 +157,11 @@ class Recipe:
         if own is None:
             return self
         if number >= own.count:
-            return replace(self, steps=max(1, self.steps - own.count * own.steps), own_teachers=None)
+            return replace(self, steps=max(1, self.steps - own.count * own.steps))
         return replace(
             self, seed=self.seed + number + 1, steps=own.steps, warmup=default_warmup(own.steps),
             decay=round(DECAY_SHARE * own.steps), weight_decay=own.weight_decay, eval_every=own.eval_every,
-            save_every=min(self.save_every, own.eval_every), sample_every=0, teacher_weight=0.0,
+            save_every=min(self.save_every, own.eval_every), sample_every=0,
             model=replace(self.model, dropout=own.dropout), own_teachers=None,
         )  # fmt: skip
 
@@ -281,7 +275,7 @@ def count_teachers(config: TrainConfig, facts: Facts) -> int:
     often that it learns little more from it (benchmarks/defaults.md)."""
     recipe = plan(replace(config, teachers=0), replace(facts, costs=None, compiled_costs=None))
     tokens: float = recipe.steps * recipe.batch_tokens
-    if facts.base or facts.rows or config.teacher or not can_read(facts.tokens, recipe):
+    if facts.base or facts.rows or not can_read(facts.tokens, recipe.batch_tokens, recipe.model):
         return 0
     if config.minutes is not None:
         tokens = divide_time(config, recipe, facts.costs, config.minutes)[1] if facts.costs else 0.0
@@ -308,8 +302,6 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     preset = find_preset(name) if base is None else replace(find_preset(name), model=base)
     model = _model_shape(config, preset, 2**63 if facts.rows else facts.tokens, facts.vocab_size)
     optimizer = auto_optimizer(config, model)
-    facts = facts.with_own_teachers(config.teachers or 0, model)
-    _check_contexts(model, config, facts.teachers)
     if base is not None:
         is_memorized = facts.rows > 0 and facts.sides == 1 and not config.reward
         default_epochs = finetune.choose_epochs(facts.tokens, is_memorized, model, facts.device)
@@ -325,7 +317,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
     steps = max(1, steps - earlier_steps)
     passes = 0.0 if base is not None else steps * batch.tokens / facts.tokens
     dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
-    if facts.teachers and base is None:
+    if own_teachers:
         dropout, weight_decay = 0.0, TAUGHT_DECAY
     model = model if config.dropout is not None else replace(model, dropout=dropout)
     weight_decay = 0.0 if config.reward else weight_decay
@@ -353,7 +345,6 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
         lora_targets=config.lora_targets or "all",
         loss_chunk=batch.setup.loss_chunk,
         context=facts.base.block_size if facts.base is not None and facts.base.positions == "rotary" else 0,
-        teacher_weight=config.teacher_weight if facts.teachers else 0.0,
         own_teachers=own_teachers,
         separator=_choose_separator(facts, model),
         beta=(finetune.BETA if config.beta is None else config.beta) if config.preferences else 0.0,
@@ -365,10 +356,18 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
 
 
 def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "_Batch", steps: int) -> OwnTeachers:
-    """Plans a run's own teachers, which share half of its ``steps``."""
+    """Plans a run's own teachers, which share half of its ``steps``. Raises `UserError` if they can't read the text."""
+    if not can_read(facts.tokens, batch.tokens, model):
+        V = model.vocab_size
+        raise UserError(
+            f"with {V:,} ids, teachers would need {facts.tokens * V / 1e9:,.1f} GB for the text and "
+            f"{batch.tokens * V / 1e9:,.2f} GB for a step; the limits are {MAX_READ_VOCABULARY:,} ids, "
+            f"{MAX_LESSON_BYTES / 1e9:,.1f} GB and {MAX_STEP_BYTES / 1e9:,.2f} GB",
+            "leave out --teachers, or use less text or a smaller --vocab-size or --batch-tokens",
+        )
     count = config.teachers or 1
     steps = max(1, steps // 2 // count)
-    passes = 0.0 if facts.base is not None else steps * batch.tokens / facts.tokens
+    passes = steps * batch.tokens / facts.tokens
     dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
     weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
     dropout = dropout if config.dropout is None else model.dropout
@@ -422,8 +421,6 @@ def notes(config: TrainConfig, facts: Facts, recipe: Recipe) -> list[str]:
         lines.append(f"warmup is longer than the run, about {steps:,} steps: the learning rate rises in all of them")
     if config.window is not None and config.window >= model.block_size:
         lines.append(f"a window of {config.window:,} has no effect in a context of {model.block_size:,} tokens")
-    if config.teacher_weight != TrainConfig.teacher_weight and not (facts.teachers or recipe.own_teachers):
-        lines.append("--teacher-weight has no effect without --teacher or --teachers")
     if config.decay is not None and config.schedule != "linear":
         lines.append(f"--decay has no effect with --schedule {config.schedule}")
     elif config.decay is not None and config.decay > steps:
@@ -447,18 +444,6 @@ def _learning_rate(config: TrainConfig, preset: Preset, optimizer: Optimizer) ->
         return lr
     lr *= finetune.SCORED_LR_FACTOR if config.preferences or config.reward else 1
     return lr * (finetune.LORA_LR_FACTOR if config.lora_rank else finetune.LR_FACTOR[optimizer])
-
-
-def _check_contexts(model: GPTConfig, config: TrainConfig, teachers: tuple[GPTConfig, ...]) -> None:
-    """Raises `UserError` for a teacher with a shorter context than the model's."""
-    own = [f"{number}" for number in range(1, (config.teachers or 0) + 1)]
-    for name, teacher in zip([*own, *config.teacher], teachers, strict=False):
-        if teacher.block_size < model.block_size:
-            raise UserError(
-                f"the teacher {name} has a context of {teacher.block_size:,}, shorter than the run's, "
-                f"{model.block_size:,}",
-                f"shorten the run's: --block-size {teacher.block_size}",
-            )
 
 
 def _model_shape(config: TrainConfig, preset: Preset, n_tokens: int, vocab_size: int) -> GPTConfig:
@@ -529,9 +514,10 @@ def _check_batch(rows: int, tokens: float, memory: int) -> None:
 def _plan_micro_batch(config: TrainConfig, model: GPTConfig, facts: Facts, rows: int) -> Setup:
     """Plans the micro-batch of a process with ``rows`` sequences per step. If dropout is not yet decided, counts its
     memory."""
-    if config.dropout is None and config.init is None and (config.teachers or not facts.teachers):
+    if config.dropout is None and config.init is None:
         model = replace(model, dropout=DROPOUT)
-    setup = replace(_memory_setup(config, model, auto_optimizer(config, model), facts), recompute=config.recompute)
+    setup = _memory_setup(config, model, auto_optimizer(config, model), facts)
+    setup = replace(setup, recompute=config.recompute, is_taught=bool(config.teachers))
     if config.micro_batch == "auto":
         return with_largest_micro_batch(model, setup, rows, facts.memory)
     return with_loss_chunks(
@@ -551,10 +537,8 @@ def _memory_setup(settings: TrainConfig | Recipe, model: GPTConfig, optimizer: O
         shard=settings.shard == "full",
         sides=facts.sides,
         device="cuda" if facts.device == "cuda" else "cpu",
-        teachers=facts.teachers,
         adapters=tuple(adapters.values()),
         base_bits=_base_bits(settings, model, facts) if settings.lora_rank else 0.0,
-        whole_gradients=accumulates_whole(model, facts.memory),
     )
 
 
@@ -569,19 +553,18 @@ def check_model(recipe: Recipe, facts: Facts) -> None:
     """Raises `UserError` if weights, gradients and moments exceed device memory, or copies for checkpoints exceed host
     memory. Otherwise, the system would kill the process."""
     model, memory, here = recipe.model, facts.memory, facts.local_processes
-    facts = facts.with_own_teachers(recipe.n_teachers, model)
-    setup = _memory_setup(recipe, model, recipe.optimizer, facts)
-    is_read = facts.teachers and not facts.rows and can_read(facts.tokens, recipe)
-    codes = facts.tokens * model.vocab_size if is_read else 0  # once per machine
+    setup, n_parameters = _memory_setup(recipe, model, recipe.optimizer, facts), breakdown(model).trainable
+    codes = facts.tokens * model.vocab_size * bool(recipe.own_teachers)
     step = count_step_memory(model, setup)
-    n_bytes = step.minimum + (step.snapshot + codes // here if setup.device == "cpu" else 0)
+    n_bytes = max(step.minimum, FLOAT * n_parameters * recipe.n_teachers)  # All teachers read the text together.
+    n_bytes += step.snapshot + codes if setup.device == "cpu" else 0
     if n_bytes > memory:
         raise UserError(
-            f"{breakdown(model).trainable:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, "
-            f"optimizer state{', teachers' * bool(facts.teachers)}), but only {memory / 1e9:,.1f} GB are available",
+            f"{n_parameters:,} parameters take {n_bytes / 1e9:,.1f} GB in training (weights, gradients, optimizer "
+            f"state{', teachers' * bool(codes)}), but only {memory / 1e9:,.1f} GB are available",
             "use a smaller model (--preset, or --init); gpt params MODEL --devices 1 shows what each needs",
         )
-    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1) + codes, facts.host_memory
+    copies, host_bytes = step.snapshot * (here if recipe.is_sharded else 1) + codes * here, facts.host_memory
     if setup.device != "cpu" and copies > host_bytes:
         raise UserError(
             f"checkpoints{' and probabilities of teachers' * bool(codes)} take {copies / 1e9:,.1f} GB of host memory, "
@@ -590,10 +573,10 @@ def check_model(recipe: Recipe, facts: Facts) -> None:
         )
 
 
-def can_read(tokens: int, recipe: Recipe) -> bool:
-    """Whether teachers read a text of so many tokens before the run."""
-    V = recipe.model.vocab_size
-    return tokens * V <= MAX_LESSON_BYTES and recipe.batch_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
+def can_read(tokens: int, step_tokens: int, model: GPTConfig) -> bool:
+    """Whether teachers can read a text of so many tokens before the run."""
+    V = model.vocab_size
+    return tokens * V <= MAX_LESSON_BYTES and step_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
 
 def parse_micro_batch(text: str, rows: int) -> int:

@@ -5,21 +5,21 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from gpt.config import device
 from gpt.config.device import Compute
 from gpt.config.settings import checked, from_dict
-from gpt.config.train import MAX_THREADS, TrainConfig
+from gpt.config.train import TrainConfig
 from gpt.corpus.corpus import open_corpus
 from gpt.corpus.token_folder import TokenFolder, find_token_folders
 from gpt.documents.sources import MANIFEST
 from gpt.model.memory import divisors
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder, hub
-from gpt.runs.record import FORMAT, RunRecord, StartRecord
+from gpt.runs.record import FORMAT, Machine, RunRecord, StartRecord
 from gpt.system import files
 from gpt.system.errors import UserError
 from gpt.system.files import disk_errors
@@ -32,9 +32,7 @@ from gpt.training.preparing import TOKENS, lock_run
 from gpt.training.recipe import Recipe, check_even_split, parse_micro_batch
 from gpt.training.schedule import lr_at
 from gpt.training.state import SavedState, TrainState, read_saved_state
-from gpt.training.teachers import TEACHERS, choose_tokenizer, find_teacher
-
-Model = TypeVar("Model", InitCheckpoint, InitCheckpoint | None)
+from gpt.training.teachers import TEACHERS
 
 # Without dropout, only ``steps`` changes the result beyond rounding.
 CHANGEABLE_OPTIONS = ("steps", "nproc", "shard", "recompute", "device", "threads", "micro_batch", "keep", "log")
@@ -78,11 +76,7 @@ def find_and_lock(run: str | None, changes: Mapping[str, Any], session: Session)
     """Finds the run to resume and its checkpoint's name, locks the run, and repairs its folder."""
     path = find_run(run)
     with lock_run(path):
-        started = read_started(path)
-        if started.final_result(changes):
-            yield str(path), None
-            return
-        logs.check(str(changes.get("log", started.config.log)))
+        logs.check(str(changes.get("log", read_started(path).config.log)))
         with disk_errors(path):
             files.recover(path)
             files.recover(path / TEACHERS)
@@ -176,60 +170,41 @@ def restore_compute(
     with the same number of ``processes``. Notes every change that affects rounding."""
     machine = started.saved.machine if started.saved else started.record.compute
     requested, threads = changes.get("device"), changes.get("threads", started.config.threads)
-    if machine is None:
-        compute = device.pick(requested or started.config.device, started.config.dtype, training=True)
-        device.use_threads(compute, threads)
-        return compute
-    target = requested if requested not in (None, "auto") else machine.device
-    compute = device.pick(target, machine.dtype, training=True)
-    old_device = torch.device(machine.device)
-    device_changed = compute.device.type != old_device.type or compute.device.index not in (None, old_device.index)
-    if device_changed:
-        note(f"on {compute.device} instead of {machine.device}: equal up to rounding, not bit for bit")
-    if processes != machine.processes:
-        note(
-            f"{counted(processes, 'process', 'processes')} instead of {machine.processes}: same batches; equal up to "
-            "rounding, except for dropout"
-        )
-    elif not device_changed and compute.device.type == "cpu":
-        if not 1 <= machine.threads <= MAX_THREADS:
-            message = f"{started.run} is damaged: it claims to have run on {counted(machine.threads, 'thread')}"
-            raise UserError(message, folder.HINT)
-        threads = changes.get("threads", machine.threads)
-        if threads != machine.threads:
-            note(f"{counted(threads, 'thread')} instead of {machine.threads}: equal up to rounding, not bit for bit")
-        elif threads != torch.get_num_threads():
-            note(f"{counted(threads, 'thread')}, as before, instead of {torch.get_num_threads()}: it affects rounding")
+    kept: Machine | TrainConfig = machine or started.config
+    compute = device.pick(kept.device if requested in (None, "auto") else requested, kept.dtype, training=True)
+    version, old_version = versions()["torch"], (started.record.versions or {}).get("torch")
+    changed: list[tuple[str, object, object]] = [(f"torch {version}", version, old_version or version)]
+    if machine is not None:
+        old_device = torch.device(machine.device)
+        if compute.device.type != old_device.type or compute.device.index not in (None, old_device.index):
+            changed.append((f"on {compute.device}", compute.device, machine.device))
+        elif processes == machine.processes and compute.device.type == "cpu":
+            threads = changes.get("threads", machine.threads)
+            changed.append((counted(threads, "thread"), threads, machine.threads))
+        if processes != machine.processes:
+            number = counted(processes, "process", "processes")
+            note(f"{number} instead of {machine.processes}: same batches; equal up to rounding, except for dropout")
+    for text, new, old in changed:
+        if new != old:
+            note(f"{text} instead of {old}: equal up to rounding, not bit for bit")
     device.use_threads(compute, threads)
-    run_versions = started.record.versions
-    if run_versions is not None and run_versions.get("torch") != versions()["torch"]:
-        change = f"torch {versions()['torch']} instead of {run_versions.get('torch')}"
-        note(f"{change}: equal up to rounding, not bit for bit")
     return compute
 
 
 def restore_init(started: StartedRun, world: World) -> InitCheckpoint | None:
-    """Opens the base model if the run still needs it: to start a cycle, or for adapters. Raises `UserError` if it is
+    """Opens the base model if the run still needs it: at step 0, or for adapters. Raises `UserError` if it is
     missing or its weights have changed."""
     config, recorded, saved = started.config, started.record.init, started.saved
-    is_loaded = saved is not None and not saved.recipe.lora_rank and saved.state.cycle == saved.recipe.n_teachers
-    if config.init is None or is_loaded:
+    if config.init is None or (saved is not None and not saved.recipe.lora_rank):
         return None
     if recorded is None:
         return find_init(config)
     if not world.is_main:
         return open_init(config, recorded.model, Path(recorded.path), recorded.sha256)
-    return _check_unchanged(started, recorded, find_init(replace(config, init=place_of(recorded))))
-
-
-def restore_teachers(started: StartedRun, world: World) -> list[InitCheckpoint]:
-    """Opens the teachers. Raises `UserError` if one is missing or its weights have changed."""
-    config, recorded = replace(started.config, chat=False), started.record.teachers
-    if recorded is None:
-        return [find_teacher(name) for name in config.teacher]
-    if not world.is_main:
-        return [open_init(config, each.model, Path(each.path), each.sha256) for each in recorded]
-    return [_check_unchanged(started, each, find_teacher(place_of(each))) for each in recorded]
+    current = find_init(replace(config, init=place_of(recorded)))
+    if current is not None and current.sha256 != recorded.sha256:
+        raise UserError(f"{started.run} was started from {current.name}, whose weights have changed", "restore them")
+    return current
 
 
 def place_of(recorded: StartRecord) -> str:
@@ -238,24 +213,12 @@ def place_of(recorded: StartRecord) -> str:
     return f"{recorded.model.partition('@')[0]}@{path.name}" if hub.is_remote(recorded.model) else str(path)
 
 
-def _check_unchanged(started: StartedRun, recorded: StartRecord, current: Model) -> Model:
-    if current is not None and current.sha256 != recorded.sha256:
-        raise UserError(f"{started.run} was started from {current.name}, whose weights have changed", "restore them")
-    return current
-
-
-def open_data(
-    started: StartedRun,
-    compute: Compute,
-    init: InitCheckpoint | None,
-    teachers: Sequence[InitCheckpoint],
-    session: Session,
-) -> Dataset:
+def open_data(started: StartedRun, compute: Compute, init: InitCheckpoint | None, session: Session) -> Dataset:
     """Opens a run's stored tokens or its texts. Rank 0 verifies the tokens' checksums. Raises `UserError` if the text
     has changed."""
     run, config, record, texts = started.run, started.config, started.record, started.texts
     saved_tokenizer = checkpoint.peek(started.checkpoint)[1] if started.checkpoint else None
-    tokenizer = saved_tokenizer if saved_tokenizer and not init else choose_tokenizer(config, init, teachers)
+    tokenizer = init.tokenizer if init else saved_tokenizer
     tokens, kind, note = run / TOKENS, compute.device.type, session.note
     data: Dataset
     if (tokens / MANIFEST).exists():

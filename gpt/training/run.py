@@ -31,7 +31,6 @@ from gpt.training.preparing import prepare
 from gpt.training.recipe import Facts, Recipe, check_model, notes, plan
 from gpt.training.resuming import StartedRun, read_recipe, read_started
 from gpt.training.state import TrainState
-from gpt.training.teachers import check_tokenizers
 
 
 def train(
@@ -74,18 +73,16 @@ def resume(
     changes = changes or {}
     resuming.refuse_fixed_options(changes, texts)
     settings = from_dict(TrainConfig, changes, "resume")
-    if not environment.is_distributed() and (result := read_started(resuming.find_run(run)).final_result(changes)):
-        listen(events.Note(f"{result.run} is finished"))
-        return result  # A finished run needs no other processes.
+    if result := read_started(resuming.find_run(run)).final_result(changes):  # It needs no other processes.
+        if not environment.rank():
+            listen(events.Note(f"{result.run} is finished"))
+        return result
     with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:
         world = session.world
         world.assert_same({"resume": run, **changes, **_code_versions()})
         found = resuming.find_and_lock(run, changes, session)
         path, checkpoint = world.broadcast_object(lambda: until_ended.enter_context(found))
         started = world.raise_on_all(lambda: read_started(Path(path), checkpoint))
-        if result := started.final_result(changes):
-            session.note(f"{started.run} is finished")
-            return result
         return open_run(started, changes, session).train()
 
 
@@ -111,20 +108,16 @@ def _code_versions() -> dict[str, str]:
 
 
 def open_inputs(started: StartedRun, changes: Mapping[str, Any], session: Session, prepared: Inputs | None) -> Inputs:
-    """Opens a run's device, data, base model and teachers on all ranks. Rank 0 goes first because it might have to
-    tokenize the text."""
+    """Opens a run's device, data and base model on all ranks. Rank 0 goes first because it might have to tokenize the
+    text."""
     world = session.world
 
     def open_here() -> Inputs:
         compute = world.place(resuming.restore_compute(started, changes, world.size, session.note))
         if prepared is not None:
-            inputs = replace(prepared, compute=compute)
-        else:
-            init, teachers = resuming.restore_init(started, world), resuming.restore_teachers(started, world)
-            data = resuming.open_data(started, compute, init, teachers, session)
-            inputs = Inputs(compute, data, init, teachers)
-        check_tokenizers(inputs.teachers, inputs.data.tokenizer)
-        return inputs
+            return replace(prepared, compute=compute)
+        init = resuming.restore_init(started, world)
+        return Inputs(compute, resuming.open_data(started, compute, init, session), init)
 
     opened = open_here() if world.is_main else None
     world.broadcast_object(lambda: True)
@@ -142,7 +135,7 @@ def find_facts(inputs: Inputs, world: World) -> Facts:
         held_out=data.held_out_tokens > 0, processes=world.size, local_processes=world.local_size, rows=data.rows,
         documents=data.documents, separator=data.tokenizer.eot,
         sides=2 if data.preferences else 1, base=init.model if init else None,
-        base_bytes=init.quantized_bytes if init else 0, teachers=tuple(teacher.model for teacher in inputs.teachers),
+        base_bytes=init.quantized_bytes if init else 0,
     )  # fmt: skip
 
 
@@ -169,7 +162,7 @@ def open_run(
     environment.write_message(environment.RUN, started.run)
     session.listen(events.Opened(str(started.run)))
     if started.saved is None:
-        started = replace(started, record=data_record(started.record, inputs.data, inputs.init, inputs.teachers))
+        started = replace(started, record=data_record(started.record, inputs.data, inputs.init))
     facts = find_facts(inputs, world)
     recipe = started.recipe or plan_on_all(started, config, facts, world)
     if started.recipe is None:
@@ -190,7 +183,7 @@ def open_run(
     recipe = world.raise_on_all(change)
     log = str(changes.get("log", config.log))
     context = RunContext(
-        session, started.run, started.record, inputs.data, inputs.compute, inputs.init, inputs.teachers, recipe,
-        changes, log, session.start_time - state.seconds, started.checkpoint, started.saved,
+        session, started.run, started.record, inputs.data, inputs.compute, inputs.init, recipe, changes, log,
+        session.start_time - state.seconds, started.checkpoint, started.saved,
     )  # fmt: skip
     return Trainer(context)

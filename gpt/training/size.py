@@ -2,10 +2,12 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from gpt.config.device import Compute
 from gpt.config.model import find_preset
@@ -87,10 +89,20 @@ def measure_throughput(name: str, config: TrainConfig, compute: Compute) -> floa
     stepper = Stepper(Single(model, optimizer, compute), recipe)
     fit_micro_batch(stepper, T)
     ids = np.random.default_rng(0).integers(V, size=(recipe.rows, recipe.model.block_size))
-    seconds, max_seconds = list[float](), TIMING_SHARE * 60 * (config.minutes or math.inf)
-    while len(seconds) < 2 or (len(seconds) < sum(TIMING_STEPS) and sum(seconds) < max_seconds):
+    max_seconds = TIMING_SHARE * 60 * (config.minutes or math.inf)
+    return batch / time_step(stepper, lambda step: (ids, ids), max_seconds, sum(TIMING_STEPS))
+
+
+def time_step(
+    stepper: Stepper, batch: Callable[[int], Sequence[npt.NDArray[Any]]], max_seconds: float, max_steps: int = 2**63
+) -> float:
+    """Returns the mean seconds of a training step on the batch of each step. Times at least two steps, and ignores
+    the first ones."""
+    world, seconds = stepper.world, list[float]()
+    while len(seconds) < 2 or (len(seconds) < max_steps and world.broadcast_object(lambda: sum(seconds) < max_seconds)):
         start = time.perf_counter()
-        stepper.step(ids, ids, 0.0).read()
+        x, y, *lesson = batch(len(seconds))
+        stepper.step(x, y, 0.0, *lesson).read(world.synchronize)
         seconds.append(time.perf_counter() - start)
     timed = seconds[TIMING_STEPS[0] :] or seconds[1:]
-    return len(timed) * batch / sum(timed)
+    return sum(timed) / len(timed)

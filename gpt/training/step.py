@@ -26,7 +26,6 @@ from gpt.training.cpu_step import GradientProgram
 from gpt.training.gpu_step import compile_halves, uncompile_halves
 from gpt.training.recipe import Recipe
 from gpt.training.strategy import Strategy
-from gpt.training.teachers import Teachers
 
 T = TypeVar("T")
 LENGTHS = 32  # Sequences have multiples of this length, because torch prepares each new shape of a bfloat16 product.
@@ -35,14 +34,13 @@ LENGTHS = 32  # Sequences have multiples of this length, because torch prepares 
 class Objective(nn.Module):
     """The summed loss of a micro-batch, in nats, as a module for `DistributedDataParallel`."""
 
-    def __init__(self, model: GPT, chunk: int, teacher_weight: float = 0.0, separator: int | None = None) -> None:
+    def __init__(self, model: GPT, chunk: int, separator: int | None = None) -> None:
         super().__init__()
-        self.model, self.chunk, self.teacher_weight, self.separator = model, chunk, teacher_weight, separator
+        self.model, self.chunk, self.separator = model, chunk, separator
         self.loss: Callable[..., Tensor] = tied_cross_entropy
 
-    def forward(self, x: Tensor, y: Tensor, *teachers: Tensor) -> Tensor:
-        """Computes the loss on inputs x and targets y, (rows, T). ``teachers`` are the tensors of `Teachers`."""
-        lesson = (self.teacher_weight, *teachers) if teachers else ()
+    def forward(self, x: Tensor, y: Tensor, *lesson: Tensor) -> Tensor:
+        """Computes the loss on inputs x and targets y, (rows, T). ``lesson`` has codes of `TaughtBatches`, if any."""
         stream = self.model.trunk(x, separator=self.separator)
         return self.loss(stream, self.model.unembedding, y, self.chunk, *lesson)
 
@@ -105,24 +103,22 @@ class PreferenceObjective(ScoredObjective):
 
 class Stepper:
     """Takes optimizer steps on all ranks. ``on_uncompiled`` is called with the error if a compiled program fails and is
-    dropped. With ``teachers``, the loss is still the cross-entropy with the text; only its gradient changes. The loss
-    of preferences and answers comes with their scores."""
+    dropped. With teachers, the loss is still the cross-entropy with the text; only its gradient changes. The loss of
+    preferences and answers comes with their scores."""
 
     def __init__(
         self,
         strategy: Strategy,
         recipe: Recipe,
-        teachers: Teachers | None = None,
         note: Callable[[str], None] = lambda text: None,
         on_uncompiled: Callable[[str], None] = lambda why: None,
     ) -> None:
         self.strategy, self.world, self.recipe = strategy, strategy.world, recipe
         self.model, self.optimizer, self.compute = strategy.model, strategy.optimizer, strategy.compute
-        self.teachers = teachers or Teachers([], strategy.compute)
         self.note, self.on_uncompiled = note, on_uncompiled
         self.micro_batch, self.clip = recipe.micro_batch, recipe.clip or math.inf
         self.scaler = strategy.scaler()
-        self.objective = Objective(self.model, recipe.loss_chunk, recipe.teacher_weight, recipe.separator)
+        self.objective = Objective(self.model, recipe.loss_chunk, recipe.separator)
         if recipe.beta:
             self.objective = PreferenceObjective(self.model, recipe.loss_chunk, recipe.beta)
         elif recipe.reward:
@@ -183,7 +179,6 @@ class Stepper:
 
     def backward(self, x: Tensor, y: Tensor, n_targets: Tensor, lesson: Sequence[Tensor]) -> Tensor:
         """Adds the gradients of a micro-batch, scaled in float16. Returns its summed loss, divided by ``n_targets``."""
-        lesson = lesson or self.teachers(x)
         if self.program is not None and x.shape == self.program.shape:
             try:
                 return self.program(x, y, n_targets, lesson)
@@ -199,9 +194,11 @@ class Stepper:
         """Returns arguments of `backward` for a full micro-batch of sequences of ``length`` tokens."""
         sides, device = (2,) * bool(self.recipe.beta), self.compute.device
         x = torch.zeros((self.micro_batch, *sides, length), dtype=torch.long, device=device)
-        lesson = self.teachers.placeholder(x)
+        lesson = []
         if isinstance(self.objective, ScoredObjective):
             lesson = [torch.zeros((len(x), self.objective.columns), device=device)]
+        elif self.recipe.own_teachers:
+            lesson = [torch.ones((*x.shape, self.recipe.model.vocab_size), dtype=torch.uint8, device=device)]
         return x, x, torch.tensor(x.numel(), device=device), lesson
 
     def compile(self) -> str | None:

@@ -20,7 +20,6 @@ from gpt.config.device import Compute
 from gpt.insight.evaluate import Window
 from gpt.model import lora
 from gpt.model.decoder import GPT
-from gpt.model.memory import accumulates_whole
 from gpt.model.params import named_parameters
 from gpt.parallel.gather import CheckpointGatherer, Exchange, ShardExchange
 from gpt.parallel.world import World
@@ -231,9 +230,6 @@ class Sharded(Strategy):
         """As for one process, but on a GPU, blocks are gathered in the dtype of the training steps."""
         return self.compute if self.compute.device.type == "cuda" else super().default_compute()
 
-    def no_sync(self) -> contextlib.AbstractContextManager[object]:
-        return self.sharded.no_sync()
-
     def zero_grad(self) -> None:
         self.sharded.abandon_backward()
         super().zero_grad()
@@ -351,8 +347,7 @@ def shard(
     from gpt.parallel.shard import ShardedModel, initialize_parameters  # FSDP takes seconds to import.
 
     mesh = world.mesh(compute.device.type)
-    whole = accumulates_whole(recipe.model, compute.memory())
-    sharded = ShardedModel(recipe.model, mesh, compute.device, compute.dtype, whole)
+    sharded = ShardedModel(recipe.model, mesh, compute.device, compute.dtype)
     if path is not None:
         checkpoint.load_parts(path, recipe.model, sharded.fill)
     elif init is not None:

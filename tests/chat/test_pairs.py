@@ -350,9 +350,9 @@ def test_answers_are_checked_on_samples_of_training_and_held_out_pairs(
     monkeypatch.setattr(evaluation, "MAX_CHECKED_PAIRS", 10)
     result = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
     assert "answers" not in result.out
-    lines = [json.loads(line) for line in Path("runs/pairs/metrics.jsonl").read_text().splitlines()]
-    keys = ("asked", "pairs", "held_out_asked", "held_out_pairs")
-    assert [[event[key] for key in keys] for event in lines if event["event"] == "answers"] == [[10, 59, 6, 6]]
+    recorded = json.loads(Path("runs/pairs/run.json").read_text())["result"]
+    counts = [[recorded[side][key] for key in ("asked", "pairs")] for side in ("answers", "held_out_answers")]
+    assert counts == [[10, 59], [6, 6]]
     resumed = gpt("train", "--resume", "runs/pairs")
     assert "answered exactly (greedy): 0 of 10 (of 59) trained on, 0 of 6 held out" in resumed.out
 

@@ -229,7 +229,7 @@ def test_resume_keeps_the_reference_of_its_model(base: Path, monkeypatch: pytest
         (["--beta", "0.2"], "--beta needs --preferences"),
         (["--preferences"], "--preferences needs --init"),
         (["--preferences", "--init", "base", "--beta", "0"], "beta is 0"),
-        (["--preferences", "--init", "base", "--teacher", "base"], "--teacher cannot be combined with --preferences"),
+        (["--preferences", "--init", "base", "--teachers", "2"], "--teachers cannot be combined with --preferences"),
         (["--preferences", "--init", "base", "--compile", "on"], "--compile on cannot be combined with --preferences"),
         (["--preferences", "--init", "base", "--chat"], "--preferences cannot be combined with --chat"),
     ],

@@ -39,7 +39,7 @@ class GraphRecorder(list[str]):
 def test_sharded_blocks_compile_without_graph_breaks(arch: Arch) -> None:
     """Blocks are gathered before they run, so compiled code contains no hooks."""
     graphs, config, dtype = GraphRecorder(), GPTConfig.of(arch, 64, 8, 3, 2, 32), torch.bfloat16
-    sharded = ShardedModel(config, World().mesh("cpu"), torch.device("cpu"), dtype, True)
+    sharded = ShardedModel(config, World().mesh("cpu"), torch.device("cpu"), dtype)
     for name, tensor in initialize_parameters(config):
         sharded.fill(name, tensor)
     ids = torch.randint(64, (2, 8))

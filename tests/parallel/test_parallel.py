@@ -16,6 +16,7 @@ import torch
 from conftest import Gpt, assert_same, curve, facts, one_line_of_what_and_what_next
 from ranks import OPTIONS, RUNS, SIX_STEPS, copy_killed_run
 from several import RANKS, assert_trained_alike, losses, train_all, write_texts
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import gpt as library
 from gpt.config.train import TrainConfig
@@ -126,13 +127,12 @@ def test_error_on_one_rank_is_reported_once(workdir: Path, capfd: pytest.Capture
 
 @pytest.mark.slow
 def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank hangs, as in an NCCL collective."""
+    """The other rank hangs, as in an NCCL collective. By default, the launcher waits 30 seconds for it."""
     write_texts()
-    start = time.monotonic()
+    monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda agent, group: agent._shutdown(timeout=1))
     command = [sys.executable, str(RANKS), "killed"]
     monkeypatch.setattr(launching, "launch", lambda words, nproc, start_time: launch(command, nproc, start_time))
     done = gpt("train", "book.txt", "--nproc", "2")
-    assert time.monotonic() - start < 30 + 60  # 30 s to start and 60 s to end
     message = "process 1 of 2 was killed by SIGKILL, possibly by the system because memory ran out"
     one_line_of_what_and_what_next(done, message, code=1)
     assert done.err.endswith("hint: resume with: gpt train --resume killed\n")

@@ -104,7 +104,7 @@ def test_recomputation_is_bit_exact_and_saves_memory(config: GPTConfig) -> None:
 
 def overflow_on_rank_1(rank: int, rendezvous: Path) -> None:
     dist.init_process_group("gloo", init_method=rendezvous.as_uri(), rank=rank, world_size=2)
-    sharded = ShardedModel(MODERN, init_device_mesh("cpu", (2,)), CPU, torch.float32, True)
+    sharded = ShardedModel(MODERN, init_device_mesh("cpu", (2,)), CPU, torch.float32)
     for name, whole in initialize_parameters(MODERN):
         sharded.fill(name, whole)
     world = World()

@@ -43,9 +43,7 @@ def test_sharded_training_matches_one_process(several_trained: Path, name: str) 
     is_bfloat16 = name.startswith("narrow")
     assert_trained_alike(one, sharded, norm_tolerance=2e-2, abs=5e-3 if is_bfloat16 else 1e-4)
     assert event_values(sharded, "text", "sample") == event_values(one, "text", "sample")
-    seen, expected = (read_history(run).frames[-1] for run in (sharded, one))
-    assert seen.probabilities == pytest.approx(expected.probabilities, abs=2e-2 if is_bfloat16 else 1e-4)
-    assert (seen.text, seen.pieces, seen.heads) == (expected.text, expected.pieces, [])
+    assert not read_history(sharded).frames
     # Checkpoints differ only by rounding.
     one, sharded = (folder.find_checkpoint(f"{run}:latest") for run in (one, sharded))
     assert sorted(path.name for path in one.iterdir()) == sorted(path.name for path in sharded.iterdir())

@@ -4,7 +4,6 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from conftest import more
 from models import FAMILIES, trace_without_compiling
 
 from gpt.config.device import Compute
-from gpt.config.model import PRESETS, GPTConfig
+from gpt.config.model import GPTConfig
 from gpt.model.decoder import GPT
 from gpt.system import programs
 from gpt.training.cpu_step import GradientProgram
@@ -30,8 +29,8 @@ def program_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def model_of(arch: str = "gpt2", **overrides: Any) -> GPT:
     torch.manual_seed(0)
-    properties = {"block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, **FAMILIES[arch], **overrides}
-    model = GPT(GPTConfig(vocab_size=64, **properties)).eval()
+    properties = {"vocab_size": 64, "block_size": 64, "n_layer": 3, "n_head": 4, "n_embd": 128, **FAMILIES[arch]}
+    model = GPT(GPTConfig(**properties | overrides)).eval()
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)
     return model
@@ -160,23 +159,26 @@ GRADIENT_CASES = [
     ("compiles", "arch", "layers", "dropout", "dtype"),
     [
         *((False, *case) for case in GRADIENT_CASES),
-        pytest.param(True, *GRADIENT_CASES[0], marks=[pytest.mark.slow, needs_compiler]),
-        *(more(True, *case) for case in GRADIENT_CASES[1:]),
+        pytest.param(True, *GRADIENT_CASES[1], marks=[pytest.mark.slow, needs_compiler]),
+        *(more(True, *case) for case in (GRADIENT_CASES[0], *GRADIENT_CASES[2:])),
     ],
 )
 def test_gradients_of_the_program_match_uncompiled_gradients(
     compiles: bool, arch: str, layers: int, dropout: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With dropout, the same seed gives the same gradients. Compiling takes half a minute, so most cases run the traced
-    graph."""
+    graph. In bfloat16, attention in two calls gave NaN at the vocabulary of `tiny`, and not at a smaller one (torch
+    2.13.0, by AMX)."""
     if not compiles:
         monkeypatch.setattr(programs, "find", trace_without_compiling)
     compute, results = Compute(torch.device("cpu"), dtype), []
-    model = model_of(arch, dropout=dropout, n_layer=layers).train()
+    rows, shape = (16, {"vocab_size": 2048, "block_size": 128, "n_head": 6, "n_embd": 192}) if compiles else (4, {})
+    model = model_of(arch, dropout=dropout, n_layer=layers, **shape).train()
     objective = Objective(model, 0, separator=7)
-    program = GradientProgram(objective, model, compute, 4, lambda text: None)
-    windows = torch.randint(64, (4, 65))
-    x, y, token_count = windows[:, :-1], windows[:, 1:], torch.tensor(256)
+    program = GradientProgram(objective, model, compute, rows, lambda text: None)
+    windows = torch.randint(model.config.vocab_size, (rows, model.config.block_size + 1))
+    x, y = windows[:, :-1], windows[:, 1:]
+    token_count = torch.tensor(y.numel())
     for _ in range(2):
         torch.manual_seed(1)
         results.append([program(x, y, token_count), *(p.grad for p in model.parameters())])
@@ -189,19 +191,3 @@ def test_gradients_of_the_program_match_uncompiled_gradients(
         expected = [loss.detach(), *(p.grad for p in model.parameters())]
         for actual, reference in zip(results[0], expected, strict=True):
             assert (actual - reference).norm() < (0.05 if dtype == torch.bfloat16 else 1e-4) * reference.norm()
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_compiled_step_of_a_layer_of_tiny_is_finite() -> None:
-    """Attention in two calls gave NaN at this vocabulary, and not at a smaller one (torch 2.13.0, bfloat16 by AMX)."""
-    compute, config = Compute(torch.device("cpu"), torch.bfloat16), replace(PRESETS["tiny"].model, n_layer=1)
-    torch.manual_seed(1)
-    model = GPT(config).train()
-    objective, windows = Objective(model, 0), torch.randint(config.vocab_size, (16, config.block_size + 1))
-    program = GradientProgram(objective, model, compute, 16, lambda text: None)
-    loss = program(windows[:, :-1], windows[:, 1:], torch.tensor(windows[:, 1:].numel()))
-    with compute.autocast(), torch.no_grad():
-        expected = objective(windows[:, :-1], windows[:, 1:]) / windows[:, 1:].numel()
-    assert float(loss) == pytest.approx(float(expected), rel=1e-2)
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())

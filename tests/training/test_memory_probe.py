@@ -47,11 +47,11 @@ def test_probe_leaves_no_trace(text: Path, limit: Limit, kind: str) -> None:
         (source := Path("pairs.jsonl")).write_text("\n".join(lines))
         settings |= {"pairs": True, "tokenizer": "bytes", "vocab_size": None, "batch_tokens": 54}
         longest = 11
-    elif kind != "text":
+    elif kind == "taught":
+        settings["teachers"] = 1
+    elif kind == "lora":
         train(text, steps=2, out="other")
-        settings |= {"init": "other", "lora_rank": 2} if kind == "lora" else {"teacher": "other"}
-    if kind == "lora":
-        settings |= dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size"))
+        settings |= {"init": "other", "lora_rank": 2, **dict.fromkeys(("n_layer", "n_head", "n_embd", "vocab_size"))}
     small, _ = train(source, micro_batch="2", out="small", **settings)
     limit(2 * longest)
     little, run_events = train(source, micro_batch="8", out="little", **settings)

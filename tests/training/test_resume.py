@@ -153,20 +153,17 @@ def test_resume_picks_the_newest_unfinished_run(gpt: Gpt, text: Path) -> None:
     assert text_output.out.startswith("saved  runs/two/step-")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_options_that_cannot_change_on_resume_are_refused(gpt: Gpt, text: Path) -> None:
+    interrupt_at(3, lambda listen: library.train(text, out="runs/x", listen=listen, **FAST))
+    before = {path: path.read_bytes() for path in Path("runs/x").rglob("*") if path.is_file()}
+    for words, message in (
         (["book.txt"], "a text (book.txt) cannot be given with --resume"),
         (["--lr", "0.1"], "--lr cannot be given with --resume"),
         (["--steps", "4"], "the run has 12 steps; --steps 4 is fewer"),
         (["--micro-batch", "3"], "a micro-batch of 3 does not divide"),
         (["--keep", "0"], "keep is 0"),
-    ],
-)
-def test_options_that_cannot_change_on_resume_are_refused(gpt: Gpt, text: Path, words: list[str], message: str) -> None:
-    interrupt_at(3, lambda listen: library.train(text, out="runs/x", listen=listen, **FAST))
-    before = {path: path.read_bytes() for path in Path("runs/x").rglob("*") if path.is_file()}
-    one_line_of_what_and_what_next(gpt("train", *words, "--resume", "runs/x"), message)
+    ):
+        one_line_of_what_and_what_next(gpt("train", *words, "--resume", "runs/x"), message)
     one_line_of_what_and_what_next(gpt("train", "--resume", "runs/none"), "there is no run runs/none")
     assert {path: path.read_bytes() for path in Path("runs/x").rglob("*") if path.is_file()} == before
 

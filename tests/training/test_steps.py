@@ -284,6 +284,6 @@ def test_too_little_memory_is_refused_before_allocation() -> None:
     with pytest.raises(UserError, match=r"checkpoints take [\d.,]+ GB of host memory, but only 0.0 GB"):
         recipe.check_model(resolved(), gpu)
     recipe.check_model(resolved(), facts(device="cuda", memory=2**50))
-    codes = {"tokens": 2**20, "vocab_size": 1000, "teachers": (resolved().model,), "host_memory": 2**30}
+    taught, known = resolved(teachers=1), facts(tokens=2**20, device="cuda", memory=2**50, host_memory=2**30)
     with pytest.raises(UserError, match=r"checkpoints and probabilities of teachers take 1\.\d GB of host memory"):
-        recipe.check_model(resolved(), facts(device="cuda", memory=2**50, **codes))
+        recipe.check_model(taught, known)

@@ -1,7 +1,6 @@
 """Learning from teachers: the gradient is that of the mixed loss, and the loss shown is still that of the text."""
 
 import json
-import shutil
 import signal
 import sys
 import weakref
@@ -21,15 +20,12 @@ from conftest import (
     assert_same,
     curve,
     facts,
-    losses,
     one_line_of_what_and_what_next,
     resolved,
     send,
     train,
-    weights,
 )
-from models import CPU, SHAPES, loud, save, tiny_model, trace_without_compiling
-from ranks import copy_killed_run
+from models import CPU, loud, save, tiny_model, trace_without_compiling
 from safetensors.torch import load_file
 
 import gpt as library
@@ -50,51 +46,29 @@ from gpt.training.context import Session
 from gpt.training.optim import make_optimizer
 from gpt.training.step import Stepper
 from gpt.training.strategy import Single, make_strategy
-from gpt.training.teachers import Teachers, find_teacher
-
-PUPIL: dict[str, Any] = {"steps": 8, "save_every": 3, "eval_every": 4, "seed": 5}
-
-
-def mixed_loss(
-    logits: torch.Tensor, teacher_logits: list[torch.Tensor], targets: torch.Tensor, weight: float
-) -> torch.Tensor:
-    """The definition, in plain torch: summed over targets (N), for logits (N, V)."""
-    log_p, counted = logits.log_softmax(-1), targets != IGNORED
-    q = torch.zeros_like(log_p)
-    for each in teacher_logits:
-        n = min(each.size(-1), q.size(-1))
-        q[:, :n] += each[:, :n].softmax(-1) / len(teacher_logits)
-    text = F.nll_loss(log_p, targets, ignore_index=IGNORED, reduction="sum")
-    return (1 - weight) * text - weight * (q * log_p).sum(-1)[counted].sum()
+from gpt.training.teachers import TaughtBatches, read_text
 
 
 @pytest.mark.filterwarnings("default")  # Compiler warnings are not errors here.
-@pytest.mark.parametrize("weight", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize(("chunk", "compiled", "padded"), [(0, False, False), (4, False, True), (4, True, True)])
-def test_gradients_match_autograd(
-    weight: float, chunk: int, compiled: bool, padded: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Teachers have other widths and vocabularies than the pupil, whose ids are the first of each teacher's."""
+def test_gradients_match_autograd(chunk: int, compiled: bool, padded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(3)
-    random = partial(torch.randn, dtype=torch.float64)
-    leaves = [random(2, 5, 4).requires_grad_(), random(11, 4).requires_grad_()]
-    teachers = [random(2, 5, 3), random(11, 3), random(2, 5, 6), random(13, 6), random(2, 5, 3), random(9, 3)]
-    targets = torch.randint(9, (2, 5))
+    leaves = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in ((2, 5, 4), (11, 4))]
+    codes = encode_probabilities(torch.randn(2, 5, 11).mul(2).softmax(-1))
+    targets = torch.randint(11, (2, 5))
     targets[1, 2] = IGNORED
     monkeypatch.setattr("gpt.model.memory.ALIGNED_ON", ("cpu",) if padded else ())
     torch._dynamo.reset()
     loss = torch.compile(tied_cross_entropy, backend="aot_eager", fullgraph=True) if compiled else tied_cross_entropy
-    total = loss(*leaves, targets, chunk, weight, *teachers)
-    plain = tied_cross_entropy(*leaves, targets, chunk)
-    torch.testing.assert_close(total, plain)
-    logits = (leaves[0] @ leaves[1].t()).flatten(0, 1)
-    teacher_logits = [(h @ w.t()).flatten(0, 1) for h, w in zip(teachers[::2], teachers[1::2], strict=True)]
-    expected = torch.autograd.grad(mixed_loss(logits, teacher_logits, targets.flatten(), weight) / 7, leaves)
-    actual = torch.autograd.grad(total / 7, leaves)
-    for pair in zip(actual, expected, strict=True):
-        torch.testing.assert_close(*pair, atol=1e-14, rtol=1e-12)
-    if weight == 0 and not compiled:
-        assert all(map(torch.equal, actual, torch.autograd.grad(plain / 7, leaves)))
+    total = loss(*leaves, targets, chunk, codes)
+    torch.testing.assert_close(total, tied_cross_entropy(*leaves, targets, chunk))
+    log_p, counted = (leaves[0] @ leaves[1].t()).log_softmax(-1), targets != IGNORED
+    text = F.nll_loss(log_p.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    q = decode_probabilities(codes.flatten(0, 1)).view(codes.shape)
+    mixed = 0.2 * text - 0.8 * (q * log_p).sum(-1)[counted].sum()  # The definition.
+    expected = torch.autograd.grad(mixed / 7, leaves)
+    for pair in zip(torch.autograd.grad(total / 7, leaves), expected, strict=True):
+        torch.testing.assert_close(*pair, atol=1e-7, rtol=1e-6)
 
 
 def add_gradients(stepper: Stepper, *batch: torch.Tensor) -> torch.Tensor:
@@ -102,41 +76,6 @@ def add_gradients(stepper: Stepper, *batch: torch.Tensor) -> torch.Tensor:
     n_targets = torch.tensor(batch[1].numel())
     parts = [[tensor[rows] for tensor in batch] for rows in (slice(0, 2), slice(2, 4))]
     return torch.stack([stepper.backward(x, y, n_targets, lesson) for x, y, *lesson in parts]).sum()
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("arch", ["gpt2", "modern"])
-@pytest.mark.parametrize("traced", [False, True])
-def test_steps_have_the_gradients_of_the_definition(
-    arch: Arch, traced: bool, workdir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two teachers with dropout and a longer context, of both architectures; micro-batches; the traced program."""
-    monkeypatch.setattr(programs, "find", trace_without_compiling)
-    paths = [
-        save(Path(f"teacher-{other}"), loud(GPTConfig.of(other, 257, 24, 1, 2, 12 + 4 * seed, dropout=0.5), seed))
-        for seed, other in enumerate(("gpt2", "modern"))
-    ]
-    teachers = Teachers([find_teacher(str(path)) for path in paths], CPU)
-    model = loud(GPTConfig.of(arch, 257, 16, 2, 2, 16), 7).train()
-    strategy = Single(model, make_optimizer(model, "muon", 0.1), CPU)
-    settings = {"batch_tokens": 64, "micro_batch": "2", "block_size": 16, "teacher": ("a", "b"), "teacher_weight": 0.6}
-    plan = resolved_with(teachers, **settings)
-    assert plan.teacher_weight == 0.6
-    stepper = Stepper(strategy, plan, teachers)
-    if traced:
-        assert stepper.compile() is None
-        assert stepper.program is not None
-    x, y = torch.randint(257, (2, 4, 16))
-    loss = add_gradients(stepper, x, y)
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    model.zero_grad()
-    logits = model(x).flatten(0, 1)
-    with torch.no_grad():
-        teacher_logits = [library.load(path).model(x).flatten(0, 1) for path in paths]
-    (mixed_loss(logits, teacher_logits, y.flatten(), 0.6) / y.numel()).backward()
-    assert loss.item() == pytest.approx(F.cross_entropy(logits, y.flatten()).item(), rel=1e-5)
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
 
 
 class Ids(list[int]):
@@ -148,59 +87,57 @@ class Ids(list[int]):
 
 @pytest.mark.parametrize("T", [7, 8])
 def test_teachers_read_each_id_with_half_a_window_of_context(T: int, workdir: Path) -> None:
-    """The second teacher has a padded vocabulary."""
-    paths = [save(Path(f"teacher-{V}"), loud(GPTConfig.of("modern", V, 8, 1, 2, 16), V)) for V in (257, 272)]
-    ids = np.random.default_rng(0).integers(257, size=45)
+    configs = [GPTConfig.of(arch, 257, 8, 1, 2, 16, dropout=0.5) for arch in ("gpt2", "modern")]
+    paths = [save(Path(f"teacher-{seed}"), loud(config, seed)) for seed, config in enumerate(configs)]
+    ids, reports = np.random.default_rng(0).integers(257, size=45), list[Any]()
     batches = Batches(Ids(ids), T, 3, seed=4)
-    teachers, reports = Teachers([find_teacher(str(path)) for path in paths], CPU), list[Any]()
-    plan = resolved_with(teachers, block_size=T, batch_tokens=3 * T)
-    session = Session(World(), StopSignal(), reports.append, 0.0)
-    teachers.read(batches, plan, Path(), session, max_seconds=0)
-    assert teachers.codes is None
-    teachers.read(batches, plan, Path(), session)
-    assert [(reports[i].done, reports[i].total) for i in (1, -1)] == [(0, 45), (45, 45)]
-    assert teachers.codes is not None
-    probabilities = decode_probabilities(torch.from_numpy(teachers.codes))
+    stop = StopSignal()
+    read = partial(read_text, paths, batches, CPU, None, Session(World(), stop, reports.append, 0.0))
+    taught = read()
+    assert taught is not None
+    assert [(reports[i].done, reports[i].total) for i in (0, -1)] == [(0, 45), (45, 45)]
+    probabilities = decode_probabilities(torch.from_numpy(taught.codes))
     models, stride = [library.load(path).model for path in paths], -(-T // 2)
     for position in range(45):
         start = max(s for s in range(0, 45, stride) if T - stride <= (position - s) % 45 < T)
         window = torch.tensor([[ids[(start + i) % 45] for i in range((position - start) % 45 + 1)]])
         with torch.no_grad():
-            expected = sum(model(window)[0, -1, :257].softmax(-1) for model in models) / 2
+            expected = sum(model(window)[0, -1].softmax(-1) for model in models) / 2
         torch.testing.assert_close(probabilities[position], expected, atol=5e-3, rtol=0)
-    x, y, codes = teachers.teach(batches).global_batch(1)  # type: ignore[misc]
+    x, y, codes = taught.global_batch(1)
     plain_x, plain_y = batches.global_batch(1)
     assert np.array_equal(x, plain_x)
     assert np.array_equal(y, plain_y)
     for start, row in zip(batches.starts(1), codes, strict=True):
-        assert np.array_equal(row, teachers.codes[(start + np.arange(T)) % 45])
+        assert np.array_equal(row, taught.codes[(start + np.arange(T)) % 45])
+    stop.signum = signal.SIGTERM
+    assert read() is None
 
 
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("traced", [False, True])
-def test_steps_learn_from_read_probabilities(traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("arch", "traced"), [("gpt2", False), ("gpt2", True), ("modern", True)])
+def test_steps_learn_from_read_probabilities(arch: Arch, traced: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(programs, "find", trace_without_compiling)
-    model = loud(GPTConfig.of("gpt2", 257, 16, 2, 2, 16), 7).train()
+    model = loud(GPTConfig.of(arch, 257, 16, 2, 2, 16), 7).train()
     strategy = Single(model, make_optimizer(model, "muon", 0.1), CPU)
-    teachers = Teachers([], CPU)
-    teachers.codes = encode_probabilities(torch.randn(100, 257).mul(2).softmax(-1)).numpy()
-    plan = replace(
-        resolved_with(teachers, batch_tokens=64, micro_batch="2", block_size=16), teacher_weight=0.6, weight_decay=0.1
-    )
-    stepper = Stepper(strategy, plan, teachers)
+    codes = encode_probabilities(torch.randn(100, 257).mul(2).softmax(-1)).numpy()
+    settings = {"batch_tokens": 64, "micro_batch": "2", "block_size": 16, "teachers": 1}
+    plan = recipe.plan(TrainConfig(**settings), facts(vocab_size=257))
+    stepper = Stepper(strategy, plan)
     if traced:
         assert stepper.compile() is None
-    batches = teachers.teach(Batches(Ids(np.random.default_rng(0).integers(257, size=100)), 16, 4, seed=4))
+        assert stepper.program is not None
+    batches = TaughtBatches(Batches(Ids(np.random.default_rng(0).integers(257, size=100)), 16, 4, seed=4), codes)
     x, y, codes = map(torch.from_numpy, batches.global_batch(0))
-    add_gradients(stepper, x, y, codes)
+    loss = add_gradients(stepper, x, y, codes)
     gradients = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad()
     log_p, q = model(x).log_softmax(-1), decode_probabilities(codes)
-    (F.nll_loss(log_p.flatten(0, 1), y.flatten()) * 0.4 - 0.6 * (q * log_p).sum(-1).mean()).backward()
+    text = F.nll_loss(log_p.flatten(0, 1), y.flatten())
+    (text * 0.2 - 0.8 * (q * log_p).sum(-1).mean()).backward()
+    assert loss.item() == pytest.approx(text.item(), rel=1e-5)
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3, msg=name)
-    with pytest.raises(AssertionError, match="lost its teachers' probabilities"):
-        stepper.step(x.numpy(), y.numpy(), 0.0)
 
 
 def test_codes_keep_probabilities_to_the_third_digit() -> None:
@@ -208,98 +145,33 @@ def test_codes_keep_probabilities_to_the_third_digit() -> None:
     torch.testing.assert_close(decode_probabilities(encode_probabilities(q)), q, atol=4e-3, rtol=0)
 
 
-def resolved_with(teachers: Teachers, **settings: Any) -> recipe.Recipe:
-    return recipe.plan(TrainConfig(**settings), facts(vocab_size=257, teachers=tuple(teachers.shapes)))
-
-
-def test_weight_0_equals_training_without_teachers(text: Path, run_folder: Path) -> None:
-    settings = PUPIL | {"vocab_size": None, "weight_decay": 0.1}
-    plain, plain_events = train(text, out="plain", tokenizer=str(run_folder), **settings)
-    taught, taught_events = train(text, out="taught", teacher=(run_folder, run_folder), teacher_weight=0.0, **settings)
-    assert losses(taught_events) == losses(plain_events)
-    assert all(torch.equal(tensor, weights(plain.run)[name]) for name, tensor in weights(taught.run).items())
-    assert curve(taught.run) == curve(plain.run)
-
-
-@pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("gpt2", {}),
-        ("qwen3", {"pairs": True}),
-        ("qwen2", {"lora_rank": 2}),
-        ("mistral", {"lora_rank": 2, "pairs": True}),
-    ],
-)
-def test_a_copy_of_the_teacher_has_nothing_to_learn(
-    family: str, settings: dict[str, Any], text: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The teacher does not read the text beforehand, so it has the pupil's context."""
-    monkeypatch.setattr(recipe, "MAX_LESSON_BYTES", 0)
-    base = save(Path("base"), loud(SHAPES[family], 1))
-    lines = [json.dumps({"prompt": f"{n} =>", "completion": f" {n * n}"}) for n in range(40)]
-    Path("pairs.jsonl").write_text("\n".join(lines))
-    for weight, is_zero in ((1.0, True), (0.9, False)):
-        result, _ = train(
-            Path("pairs.jsonl") if "pairs" in settings else text, vocab_size=None, n_layer=None, n_head=None, n_embd=None,
-            arch=None, init=base, teacher=base, steps=1, teacher_weight=weight, **settings,
-        )  # fmt: skip
-        (norm,) = [line["grad_norm"] for line in curve(result.run) if line["event"] == "step"]
-        assert (norm < 1e-5) == is_zero, norm
-
-
-def test_pupil_takes_the_teachers_tokenizer_and_resumes_bit_exactly(text: Path, run_folder: Path) -> None:
-    settings = {**PUPIL, "vocab_size": None, "teacher": run_folder, "arch": "modern", "dropout": 0.1}
-    whole, run_events = train(text, out="whole", **settings)
-    teacher = library.load(run_folder)
-    assert library.load(whole.run).tokenizer.fingerprint == teacher.tokenizer.fingerprint
-    notes = [getattr(event, "text", "") for event in run_events]
-    assert any(note.startswith(f"teachers: {run_folder}, with a weight of 0.8 in the loss") for note in notes)
-    record = json.loads(Path("whole/run.json").read_text())
-    assert [each["path"] for each in record["teachers"]] == [str(teacher.path)]
-    assert record["resolved"]["weight_decay"] == 0.3
-    copy_killed_run("whole", "parts", 3)
-    library.resume("parts")
-    assert_same(Path("parts"), Path("whole"))
-    assert curve(Path("parts")) == curve(Path("whole"))
-
-
-def test_changed_or_missing_teacher_is_refused_on_resume(text: Path, gpt: Gpt, run_folder: Path) -> None:
-    teacher = shutil.copytree(library.load(run_folder).path, "teacher")
-    train(text, out="whole", vocab_size=None, teacher=teacher, **PUPIL)
-    copy_killed_run("whole", "pupil", 3)
-    save(Path("teacher"), loud(GPTConfig(257, 32, 1, 2, 16)))
-    one_line_of_what_and_what_next(gpt("train", "--resume", "pupil"), "whose weights have changed")
-    shutil.rmtree("teacher")
-    one_line_of_what_and_what_next(gpt("train", "--resume", "pupil"), "there is no run or checkpoint")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--tokenizer", "bytes"], "has another tokenizer (bpe, 400 ids) than the run (bytes, 257 ids)"),
-        (["--block-size", "48", "--batch-tokens", "480"], "has a context of 32, shorter than the run's, 48"),
-        (["--teacher", "nowhere"], "there is no run or checkpoint nowhere"),
-        (["--teacher-weight", "1.5"], "teacher-weight is 1.5; it must be between 0 and 1"),
+        (["--init", "x"], "--teachers cannot be combined with --init"),
+        (["--pairs"], "--teachers cannot be combined with --pairs"),
+        (["--chat"], "--teachers cannot be combined with --chat"),
+        (["--tokenizer", "bytes", "--batch-tokens", "1048576"], "GB for the text and 0.27 GB for a step"),
     ],
 )
-def test_unsuitable_teachers_are_refused(
-    gpt: Gpt, text: Path, run_folder: Path, options: list[str], message: str
+def test_unsuitable_runs_have_no_teachers(
+    options: list[str], message: str, gpt: Gpt, workdir: Path, text: Path
 ) -> None:
-    one_line_of_what_and_what_next(gpt("train", text, "--teacher", run_folder, *options), message)
+    one_line_of_what_and_what_next(gpt("train", text, "--teachers", "2", *options), message)
     assert not Path("runs").exists()
+    with pytest.raises(UserError, match="with 9,000 ids, teachers would need 1.3 GB"):
+        resolved(vocab_size=9000, teachers=1)
 
 
 def test_memory_of_teachers_is_planned() -> None:
-    config, teacher = tiny_model().config, GPTConfig(1000, 64, 4, 4, 64)
-    alone, taught = (
-        count_step_memory(config, Setup(8, dtype="bfloat16", teachers=teachers)) for teachers in ((), (teacher,) * 2)
-    )
-    parameters = sum(p.numel() for p in library.GPT(teacher).parameters())
-    assert taught.teachers == 2 * 2 * parameters
-    assert taught.peak >= alone.peak + taught.teachers
-    huge = GPTConfig(50_257, 1024, 2**14, 64, 2**13)
+    config = tiny_model().config
+    alone, taught = (count_step_memory(config, Setup(8, is_taught=is_taught)).logits for is_taught in (False, True))
+    assert taught >= alone + 8 * config.block_size * config.vocab_size * 4
+    known = facts(vocab_size=257, device="cuda", memory=300 * 10**9, host_memory=2**40)
+    huge = resolved(preset="gpt3-13b", vocab_size=257, teachers=8, steps=8, batch_tokens=2**16)
     with pytest.raises(UserError, match=r"\(weights, gradients, optimizer state, teachers\), but only"):
-        recipe.check_model(resolved(), facts(teachers=(huge,)))
+        recipe.check_model(huge, known)
+    recipe.check_model(replace(huge, own_teachers=None), known)
 
 
 OWN: dict[str, Any] = {"steps": 12, "eval_every": 2, "save_every": 2, "dropout": 0.1, "teachers": 2, "arch": "modern"}
@@ -347,7 +219,11 @@ def test_own_teachers_and_resume_in_and_between_cycles(text: Path, monkeypatch: 
     assert library.load("parts").path == Path("parts/step-000002")
     for steps in (1, 3, 2):
         interrupt_after(steps, partial(library.resume, "parts"))
-    kills = {"before keeping": "loop.keep_teacher", "kept": "loop.own_teachers", "reading": "teachers.Teachers._read"}
+    kills = {
+        "before keeping": "loop.keep_teacher",
+        "kept": "loop.read_text",
+        "reading": "teachers.encode_probabilities",
+    }
     for run, place in kills.items():
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(f"gpt.training.{place}", Mock(side_effect=KeyboardInterrupt))
@@ -369,9 +245,9 @@ def train_quietly(text: Path, listen: Any, **settings: Any) -> None:
     library.train(text, listen=listen, **{**FAST, **settings})
 
 
-def test_command_with_own_and_given_teachers_prints_one_result(text: Path, gpt: Gpt, run_folder: Path) -> None:
+def test_command_with_own_teachers_prints_one_result(text: Path, gpt: Gpt) -> None:
     small = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "16", "--batch-tokens", "64"]
-    done = gpt("train", text, "-o", "x", "--teachers", "2", "--teacher", run_folder, "--steps", "8", "--json", *small)
+    done = gpt("train", text, "-o", "x", "--teachers", "2", "--steps", "8", "--json", *small)
     assert done.code == 0, done.err
     assert Path(json.loads(done.out)["run"]) == Path("x")
-    assert f"teachers: x/teachers/1, x/teachers/2, {run_folder}, with" in done.err.replace("\\", "/")
+    assert "the teachers have a weight of 0.8 in the loss" in done.err

@@ -376,12 +376,9 @@ def test_overhead_is_limited_to_a_fifth_of_the_time() -> None:
     assert (uncut.pauses, uncut.windows, uncut.last_windows, uncut.samples) == (20, 32, 1000, True)
 
 
-def test_short_examples_are_all_evaluated(
-    workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch, shares: list[float]
-) -> None:
+def test_short_examples_are_all_evaluated(workdir: Path, gpt: Gpt, shares: list[float]) -> None:
     """Rows are much shorter than the context, and only some of their tokens are targets."""
     shares += [1.0]
-    monkeypatch.setattr("gpt.training.measuring.PROBE_SECONDS", 0.1)
     pairs = [{"prompt": f"{number} is", "completion": f" n{number}"} for number in range(400)]
     Path("pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     words = ["--pairs", "--block-size", "512", "--vocab-size", "270", "--batch-tokens", "512", "--json"]
@@ -536,7 +533,6 @@ def test_only_runs_on_examples_have_patience_by_default(known: Any, settings: An
     [
         ({}, "overfitted after", "overfitted, and the best checkpoint is used"),
         ({"lora_rank": 4, "lr": 0.1}, "the held-out loss was lowest at", "saturated"),  # too small to overfit
-        ({"teachers": 1}, "the held-out loss was lowest at", ""),
     ],
 )
 def test_fine_tunes_that_do_not_improve_stop_and_use_the_best_checkpoint(
@@ -553,8 +549,7 @@ def test_fine_tunes_that_do_not_improve_stop_and_use_the_best_checkpoint(
     evals = [event for event in heard if isinstance(event, events.EvalEvent)]
     patience = json.loads(Path("tuned/run.json").read_text())["resolved"]["patience"]
     assert result.steps == best + 4 * patience < 120
-    start = 60 if "teachers" in settings else 0  # The teacher's evaluations do not count.
-    assert min((event for event in evals if event.step > start), key=lambda event: event.val_loss).step == best
+    assert min(evals, key=lambda event: event.val_loss).step == best
     notes = [event.text for event in heard if isinstance(event, events.Note)]
     assert any(note.startswith(f"{words} step {best}; that checkpoint is used") for note in notes)
     sample = next(event for event in reversed(heard) if isinstance(event, events.SampleEvent))

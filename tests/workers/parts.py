@@ -14,7 +14,7 @@ from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, THIRTY_STEPS, TWELVE_STEPS, co
 import gpt
 from gpt.config import events
 from gpt.runs import checkpoint
-from gpt.training import evaluation
+from gpt.training import evaluation, measuring
 
 # Runs of one process. `SHARDED_RUNS` repeats them with two processes.
 TUNED: dict[str, Any] = {
@@ -35,7 +35,6 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "pairs": {**SIX_STEPS, "pairs": True, "vocab_size": 270, "block_size": 32, "batch_tokens": 264},
     "narrow": {**SIX_STEPS, "dtype": "bfloat16"},
-    "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw"},
     # Base models of `several.write_bases`.
     "phases": {
         **TUNED,
@@ -59,29 +58,27 @@ SHARDED_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "muon-sharded": ("muon", {**SHARDED, "recompute": True}),
     "pairs-sharded": ("pairs", SHARDED),
     "narrow-sharded": ("narrow", {**SHARDED, "recompute": True}),
-    "taught-sharded": ("taught", SHARDED),
     "phases-sharded": ("phases", SHARDED),
     "qwen2-sharded": ("qwen2", {**SHARDED, "micro_batch": 1}),
     "qwen3-sharded": ("qwen3", SHARDED),
     "preferences-sharded": ("preferences", SHARDED),
     "mistral-sharded": ("mistral", SHARDED),
 }
-# Runs of each family, from a base model of `several.write_bases` with little context and odd widths.
+# Runs from base models of `several.write_bases` with little context and odd widths.
 FAMILY_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 24, "tied": True},
-    "llama": {"n_embd": 24, "head_dim": 16, "n_kv_head": 2, "n_inner": 40, "tied": False},
-    "mistral": {"n_embd": 24, "head_dim": 4, "n_kv_head": 2, "window": 5, "window_layers": (0, 1), "tied": False},
-    "qwen2": {"n_embd": 24, "n_kv_head": 2, "window": 5, "window_layers": (1,), "tied": False},
+    "mistral": {
+        "n_embd": 24, "head_dim": 4, "n_kv_head": 2, "n_inner": 40, "window": 5, "window_layers": (0, 1), "tied": False,
+    },
     "qwen3": {"n_embd": 24, "head_dim": 16, "n_kv_head": 2, "window": 5, "window_layers": (0,), "tied": False},
-}
+}  # fmt: skip
 FAMILY_RUNS: dict[str, dict[str, Any]] = {
-    f"{name}-{optimizer}": {
-        "init": f"{name}-base", "optimizer": optimizer, "steps": 6, "lr": 0.0005, "warmup": 0, "batch_tokens": 128,
+    f"{name}-muon": {
+        "init": f"{name}-base", "optimizer": "muon", "steps": 6, "lr": 0.0005, "warmup": 0, "batch_tokens": 128,
         "dtype": "float32", "sample_every": 0, "dropout": 0.0, "eval_every": 6, "save_every": 3,
         "keep": 9,
     }
     for name in FAMILY_SHAPES
-    for optimizer in (("muon", "adamw") if name == "gpt2" else ("muon",))
 }  # fmt: skip
 
 
@@ -111,5 +108,5 @@ def two() -> None:
 
 
 if __name__ == "__main__":
-    evaluation.SAMPLE = SAMPLE
+    evaluation.SAMPLE, measuring.PROBE_SECONDS = SAMPLE, 0.1
     {"two": two}[sys.argv[1]]()

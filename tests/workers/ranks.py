@@ -59,7 +59,6 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "preferences": {**SIX_STEPS, "vocab_size": None, "init": "one/adamw", "preferences": True, "lr": 1e-3},
     "phases": {**SIX_STEPS, "steps": 12, "teachers": 2},  # Six steps are the teachers'.
-    "taught": {**SIX_STEPS, "vocab_size": None, "teacher": "one/adamw", "micro_batch": 2},
 }
 # The sample is just long enough to exceed the context.
 SAMPLE = SampleConfig(max_tokens=18)
