@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, get_args
 import numpy as np
 import torch
 
-from gpt.chat.tool_calls import CallFormat, find_format
 from gpt.config import device as devices
 from gpt.config import events
 from gpt.config.device import Compute
@@ -27,7 +26,7 @@ from gpt.config.text import ReadConfig, TextConfig
 from gpt.config.train import TrainConfig
 from gpt.corpus.shards import SIDES, Side
 from gpt.decoding import native
-from gpt.decoding.constraint import Constraint, ConstraintCache
+from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
 from gpt.decoding.weights import expected_bytes, find_library, prepare
@@ -105,30 +104,13 @@ class LanguageModel:
     def _constraints(self) -> ConstraintCache:
         return ConstraintCache(self.tokenizer)
 
-    @functools.cached_property
-    def call_format(self) -> CallFormat:
-        """How the model writes tool calls."""
-        return find_format(self.tokenizer)
-
-    @functools.cached_property
-    def call_constraints(self) -> ConstraintCache:
-        """The compiled constraints of answers that can call tools."""
-        return ConstraintCache(self.tokenizer, [self.call_format.trigger])
-
     def write(
-        self,
-        prompt: str | list[int] = "",
-        config: SampleConfig | None = None,
-        seed: int = 1337,
-        index: int = 0,
-        constraint: Constraint | None = None,
+        self, prompt: str | list[int] = "", config: SampleConfig | None = None, seed: int = 1337, index: int = 0
     ) -> Writing:
-        """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. A
-        ``constraint`` replaces that of ``config``. The result depends only on the arguments, except for rounding where
-        steps don't run in C (docs/generate.md)."""
+        """Generates a sample, or the best beam, as an iterable of text pieces. ``prompt`` is text or token ids. The
+        result depends only on the arguments, except for rounding where steps don't run in C (docs/generate.md)."""
         config = config or self.sampling.apply(SampleConfig(), ())
-        constraint = constraint or self._constraints.find(config)
-        writer = TextGenerator(self.engine, self.tokenizer, config, seed, constraint)
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
     def write_all(

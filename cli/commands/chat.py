@@ -1,12 +1,11 @@
 """``gpt chat``."""
 
-from pathlib import Path
 from typing import Annotated, Any
 
 from gpt.config.sample import SampleConfig
 
 from ..options import Device, Dtype, Model, Seed, Threads, option, takes
-from .interactive import UNUSED, converse, read_tools, resolve_constraint
+from .interactive import UNUSED, converse, resolve_constraint
 
 
 @takes(SampleConfig, without=UNUSED)
@@ -18,12 +17,6 @@ def chat(
         str, option("--system", metavar="TEXT", help="Begin the conversation with this system message")
     ] = "",
     no_think: Annotated[bool, option("--no-think", help="Answer without reasoning first, if the template can")] = False,
-    tools: Annotated[
-        Path | None,
-        option(
-            "--tools", metavar="FILE", help="Let answers call functions (OpenAI's tools, as JSON); you enter results"
-        ),
-    ] = None,
     seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -33,9 +26,7 @@ def chat(
 
     gpt chat
     gpt chat -m hf:Qwen/Qwen3-0.6B --system "Answer in one sentence."
-    gpt chat -m hf:Qwen/Qwen3-0.6B --tools tools.json
     """
     variables = {"enable_thinking": False} if no_think else {}
     settings = resolve_constraint(settings, given)
-    calls = None if tools is None else read_tools(tools)
-    converse(settings, given, model, seed, device, dtype, threads, system, variables, calls)
+    converse(settings, given, model, seed, device, dtype, threads, system, variables)

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -20,8 +19,7 @@ from ..show import progress, render, terminal
 
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
-    from gpt.chat.tool_calls import Rendered, Tools
-    from gpt.decoding.constraint import Constraint
+    from gpt.decoding.constraint import Thinking
 
 PLAIN_HELP = """\
 TEXT             continues the text; end a line with \\ to continue on the next, or put \"\"\" before and after
@@ -29,7 +27,7 @@ TEXT             continues the text; end a line with \\ to continue on the next,
 /more            continues the text where it ended
 """
 CHAT_HELP = """\
-TEXT             sends a message or a call's result; end a line with \\ to continue it, or put \"\"\" before and after
+TEXT             sends a message; end a line with \\ to continue on the next, or put \"\"\" before and after
 /retry           generates another answer
 /more            continues the answer where it ended
 /system TEXT     sets the system message; without TEXT, removes it
@@ -40,7 +38,6 @@ HELP = """\
 /help  /quit     shows this help; exits, as Ctrl-D does. Ctrl-C stops a text. Type // to start a prompt with /"""
 QUOTES = '"""'
 UNUSED = ("batch", "logprobs", "echo_logprobs")  # Settings without effect on a conversation.
-TOOLS_FORM = '[{"type": "function", "function": {"name": "now", "parameters": {…}}}]'
 THINKING = "(thinking …)\n\n"
 
 
@@ -56,10 +53,9 @@ class Interaction:
         seed: int | None,
         system: str = "",
         variables: Mapping[str, Any] | None = None,
-        tools: "Tools | None" = None,
     ) -> None:
-        self.system, self.variables, self.tools = system, variables or {}, tools
-        self._use(loaded, chosen, given, render.note)
+        self.loaded, self.system, self.variables = loaded, system, variables or {}
+        self._use(chosen, given, render.note)
         self.seed = render.draw_seed(announce=self.settings.draws) if seed is None else seed
         self.messages: list[dict[str, Any]] = []  # The conversation without the system message.
         self.finish_reason = ""  # Of the last answer; "" if it was interrupted.
@@ -75,17 +71,6 @@ class Interaction:
     def is_chat(self) -> bool:
         """Whether the model has a chat template."""
         return self.loaded.tokenizer.chat_template is not None
-
-    @property
-    def last_answer(self) -> int:
-        """Index of the last answer in the conversation, or -1."""
-        return max((at for at, message in enumerate(self.messages) if message["role"] == "assistant"), default=-1)
-
-    @property
-    def pending_calls(self) -> list[dict[str, Any]]:
-        """Calls of the last answer that have no result yet."""
-        calls = self.messages[self.last_answer].get("tool_calls", []) if self.messages else []
-        return calls[len(self.messages) - self.last_answer - 1 :]
 
     def run(self) -> None:
         """Reads and handles lines until stdin ends. Raises `UserError` if there is no stdin."""
@@ -105,24 +90,14 @@ class Interaction:
                 render.error(error.message, error.hint)
             except KeyboardInterrupt:
                 pass  # Ctrl-C only stops the current text.
-            for call in self.pending_calls[:1]:
-                render.note(f"enter the result of {call['function']['name']}")
 
     def handle(self, words: str) -> None:
         """Runs a command, continues a prompt or answers a message. Raises `UserError`."""
         check_text("the line", words)
         if not words.startswith("/") or words.startswith("//"):
             content = words.removeprefix("/") if words.startswith("//") else words
-            message = {"role": "user", "content": content}
-            if calls := self.pending_calls:
-                name = calls[0]["function"]["name"]
-                message = {"role": "tool", "tool_call_id": calls[0]["id"], "name": name, "content": content}
-            messages = [*(self.messages if self.is_chat else []), message]
-            if len(calls) > 1:
-                self.messages = messages
-            else:
-                self.index = 0
-                self._answer(messages)
+            self.index = 0
+            self._answer([*(self.messages if self.is_chat else []), {"role": "user", "content": content}])
             return
         name, _, rest = words.partition(" ")
         if name not in self.commands:
@@ -130,29 +105,21 @@ class Interaction:
         self.commands[name](rest.strip())
 
     def _use(
-        self,
-        loaded: "LanguageModel",
-        chosen: SampleConfig,
-        given: Collection[str],
-        note: Callable[[str], None] = lambda text: None,
+        self, chosen: SampleConfig, given: Collection[str], note: Callable[[str], None] = lambda text: None
     ) -> None:
-        """Sets the model and its settings. Raises `UserError` for settings that the model cannot use."""
-        settings = loaded.sampling.apply(chosen, given, note)
-        if (self.system or self.variables or self.tools) and loaded.tokenizer.chat_template is None:
-            message = f"{loaded.path} has no chat template: --system, --no-think and --tools need one"
+        """Changes the settings. Raises `UserError` for settings that the model cannot use."""
+        settings = self.loaded.sampling.apply(chosen, given, note)
+        if (self.system or self.variables) and not self.is_chat:
+            message = f"{self.loaded.path} has no chat template: --system and --no-think need one"
             raise UserError(message, "gpt sample -i continues texts")
-        loaded.write("", settings)  # Nothing is generated, but a schema is compiled, for instance.
-        if self.tools:
-            if conflict := "ignore-eot" if settings.ignore_eot else settings.constraint and settings.constraint[0]:
-                raise UserError(f"{conflict.replace('_', '-')} and --tools cannot be combined", "leave one of them out")
-            loaded.call_constraints.find(settings, loaded.call_format.grammar(self.tools, ""))
-        self.loaded, self.chosen, self.given, self.settings = loaded, chosen, {*given}, settings
+        self.loaded.write("", settings)  # Nothing is generated, but a schema is compiled, for instance.
+        self.chosen, self.given, self.settings = chosen, {*given}, settings
 
     def _retry(self, _: str) -> None:
         if not self.messages:
             raise UserError("there is no prompt yet", "enter one")
         self.index += 1
-        self._answer(self.messages[: self.last_answer])
+        self._answer(self.messages[:-1])
 
     def _continue_answer(self, _: str) -> None:
         if not self.messages:
@@ -164,32 +131,24 @@ class Interaction:
     def _answer(self, messages: list[dict[str, Any]], start: str | None = None) -> None:
         """Answers the last message or, if an answer's ``start`` is given, extends it. Does not show reasoning. After an
         error, or if Ctrl-C comes before any text, the conversation is as before."""
-        from gpt.chat.chat import read_call, reasoning
         from gpt.chat.tool_calls import AnswerParser, Parts
 
         before, settings, size = (self.messages, self.finish_reason), self.settings, self.loaded.model.config.block_size
-        text, tokenizer, parser, parts = start or "", self.loaded.tokenizer, AnswerParser("", None), Parts()
+        text, parser, parts = start or "", AnswerParser("", None), Parts()
         prompt: str | list[int] = messages[-1]["content"] + text
-        constraint = None
         if self.is_chat:
-            started = tokenizer.encode(text, continues=True).tolist()
-            prompt, messages, rendered = self._chat_prompt(messages, started)
-            parser = AnswerParser(rendered.thinking, rendered.call_format)
+            prompt, messages, thinking = self._chat_prompt(messages, text)
+            parser = AnswerParser(thinking, None)
             parser.push(text, False, parts)
             settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
-            constraint = self._find_constraint(rendered, started)
         elif start is None:
             terminal.write(messages[-1]["content"])
-        writing = self.loaded.write(prompt, settings, self.seed, self.index, constraint)
+        writing = self.loaded.write(prompt, settings, self.seed, self.index)
         try:
             for piece in writing:
-                has_thought, length, count = bool(parts.reasoning), len(parts.text), len(parts.calls)
+                has_thought, length = bool(parts.reasoning), len(parts.text)
                 parser.push(piece, False, parts)
                 terminal.write(THINKING * (bool(parts.reasoning) - has_thought) + parts.text[length:])
-                for delta in parts.calls[count:]:
-                    if name := delta["function"].get("name"):  # Each call has a line of its own.
-                        terminal.write("\n" * bool(parts.text or delta["index"]) + f"{name} ")
-                    terminal.write(delta["function"]["arguments"])
                 text += piece
                 if piece:
                     self.messages, self.finish_reason = [*messages, {"role": "assistant", "content": text}], ""
@@ -200,11 +159,7 @@ class Interaction:
             parser.push("", True, last := Parts())
             terminal.write(last.text + "\n")
         self.finish_reason = writing.sample.finish_reason
-        answer: dict[str, Any] = {"role": "assistant", "content": text}
-        if parser.is_complete and self.finish_reason != "length":
-            answer |= {"content": parts.text, "tool_calls": [read_call(call) for call in parser.calls]}
-            answer |= reasoning({"reasoning_content": parts.reasoning or None})
-        self.messages = [*messages, answer]
+        self.messages = [*messages, {"role": "assistant", "content": text}]
         overflows = [(writing.sample.dropped, writing.sample.slid)]
         render.context_notes(overflows, size, "max_tokens" in self.given)
         if self.finish_reason == "length" and self.is_chat and len(prompt) + settings.max_tokens == size:
@@ -212,34 +167,26 @@ class Interaction:
         elif self.finish_reason == "length":
             render.note(f"stopped at {counted(settings.max_tokens, 'token')}: /more continues")
 
-    def _find_constraint(self, rendered: "Rendered", start: list[int]) -> "Constraint | None":
-        """Returns the constraint of an answer that can call tools, after its ``start``."""
-        if not rendered.grammar:
-            return None
-        constraint = self.loaded.call_constraints.find(self.settings, rendered.grammar, rendered.thinking)
-        for id in start:
-            constraint = constraint and constraint.with_token(id)
-        return constraint
-
     @property
     def _max_tokens(self) -> int:
         """The limit of a text. By default, an answer can use the rest of the context."""
         return self.settings.max_tokens if "max_tokens" in self.given or not self.is_chat else sys.maxsize
 
     def _chat_prompt(
-        self, messages: list[dict[str, Any]], start: list[int]
-    ) -> tuple[list[int], list[dict[str, Any]], "Rendered"]:
-        """Returns the conversation's ids, followed by the ``start`` of the answer, its messages and its text. Drops the
-        oldest turns to make room for ``max_tokens`` or a quarter of the context, whichever is less."""
-        from gpt.chat import tool_calls
+        self, messages: list[dict[str, Any]], start: str
+    ) -> tuple[list[int], list[dict[str, Any]], "Thinking"]:
+        """Returns the conversation's ids, followed by the ``start`` of the answer, its messages, and whether the answer
+        begins with reasoning. Drops the oldest turns to make room for ``max_tokens`` or a quarter of the context,
+        whichever is less."""
+        from gpt.chat import chat
+        from gpt.chat.tool_calls import find_thinking
 
-        find_format, tokenizer = lambda: self.loaded.call_format, self.loaded.tokenizer
-        size, total = self.loaded.model.config.block_size, len(messages)
+        tokenizer, size, total = self.loaded.tokenizer, self.loaded.model.config.block_size, len(messages)
+        started = tokenizer.encode(start, continues=True).tolist()
         system = [{"role": "system", "content": self.system}] if self.system else []
         while True:
-            whole = [*system, *messages]
-            rendered = tool_calls.render(tokenizer, whole, self.tools, find_format, variables=self.variables)
-            ids = tokenizer.encode(rendered.text, specials=True).tolist() + start
+            text = chat.render(tokenizer, [*system, *messages], variables=self.variables)
+            ids = tokenizer.encode(text, specials=True).tolist() + started
             later_turns = [at for at, message in enumerate(messages) if at and message["role"] == "user"]
             if len(ids) + min(self._max_tokens, size // 4) <= size or not later_turns:
                 break
@@ -249,7 +196,7 @@ class Interaction:
             raise UserError(message, "send a shorter message, or /clear starts a new conversation")
         if dropped := total - len(messages):
             render.note(f"the context of {size:,} tokens is full: the first {dropped:,} messages were dropped")
-        return ids, messages, rendered
+        return ids, messages, find_thinking(tokenizer, text)
 
     def _set_system(self, text: str) -> None:
         self._require_chat("/system")
@@ -276,7 +223,7 @@ class Interaction:
         if name:
             chosen = self.chosen.changed(name, value.strip())
             chosen = resolve_constraint(chosen, {}) if key == "json_schema" else chosen
-            self._use(self.loaded, chosen, {*self.given, key})
+            self._use(chosen, {*self.given, key})
         panels = ("Text", "Sampling", *(["Beam search"] if self.settings.beam else []))
         for field in dataclasses.fields(self.settings):
             setting = getattr(self.settings, field.name)
@@ -303,32 +250,13 @@ def converse(
     threads: int | None,
     system: str = "",
     variables: Mapping[str, Any] | None = None,
-    tools: "Tools | None" = None,
 ) -> None:
-    """Loads a model and runs an `Interaction` with it. A conversation starts with the ``system`` message, its template
-    can read ``variables``, and answers can call ``tools``."""
+    """Loads a model and runs an `Interaction` with it. A conversation starts with the ``system`` message, and its
+    template can read ``variables``."""
     with progress.startup_spinner(quiet=False):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
-    Interaction(loaded, settings, given, seed, system, variables, tools).run()
-
-
-def read_tools(file: Path) -> "Tools":
-    """Reads the functions that answers can call. Raises `UserError` if the file is not a list like OpenAI's tools."""
-    from gpt.chat.tool_calls import Tools, read_names
-
-    text, name = inputs.read_text(None, file, "list of tools", "--tools"), inputs.display_name(file)
-    try:
-        tools = json.loads(text)
-        check_text(name, json.dumps(tools, ensure_ascii=False))
-        names = read_names(tools if isinstance(tools, list) else [tools])
-    except UserError as error:
-        raise UserError(f"{name} {error.message}", f"the form is {TOOLS_FORM}") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is not JSON: {error!s:.200}", f"the form is {TOOLS_FORM}") from None
-    if not names:
-        raise UserError(f"{name} has no functions", f"the form is {TOOLS_FORM}")
-    return Tools(tools, names)
+    Interaction(loaded, settings, given, seed, system, variables).run()
 
 
 def resolve_constraint(settings: SampleConfig, given: dict[str, Any]) -> SampleConfig:

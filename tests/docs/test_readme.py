@@ -14,7 +14,7 @@ from conftest import ROOT, Done, make_text
 
 from gpt.model import kernels
 
-PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--log wandb", "--also", "report --watch")
+PARSED_ONLY = ("shakespeare", "--tokenizer gpt2", "hf:", "gpt serve", "--also", "report --watch")
 PAGES = {
     page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -12,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import vocabularies
-from conftest import Gpt, more
+from conftest import more
 from models import loud, save
 from serving import Served, load, request, served
 
-from gpt import api
 from gpt.api import LanguageModel
 from gpt.chat import chat, tool_calls
 from gpt.chat.tool_calls import PLAIN, AnswerParser, CallFormat, Parts, Tools
@@ -515,76 +514,6 @@ def test_mixed_requests_equal_each_alone(model: LanguageModel, tmp_path: Path, c
             server.idle()
         assert [body for body, text in zip(bodies, answers, strict=True) if text and text != answer(body)] == []
     assert sum(text is not None for text in answers) == count * 9 // 10
-
-
-def test_chat_shows_calls_and_asks_for_their_results(
-    gpt: Gpt, model: LanguageModel, script: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After both results, the model answers with the same text as in the server."""
-    conversations: list[list[Any]] = []
-
-    def render(tokenizer: Tokenizer, messages: list[Any], *args: Any, **options: Any) -> tool_calls.Rendered:
-        conversations.append(messages)
-        script[0] = f"Wait.\n<tool_call>\n{ADD_CALL}{BETWEEN}{NOW_CALL}\n</tool_call>"
-        script[0] = script[0] if messages[-1]["role"] == "user" else "It is 3."
-        return tool_calls_render(tokenizer, messages, *args, **options)
-
-    tool_calls_render = tool_calls.render
-    monkeypatch.setattr(tool_calls, "render", render)
-    monkeypatch.setattr(api, "load", lambda *args, **options: model)
-    Path("tools.json").write_text(json.dumps(TOOLS), encoding="utf-8")
-    result = gpt(
-        "chat", "--tools", "tools.json", "--seed", "1", stdin=b"1 + 2?\n3\nnoon\n/more\n/retry\nBye.\n/clear\n"
-    )
-    assert result.code == 0
-    answer, calls = "It is 3.\n", f"Wait.\nadd {json.dumps(json.loads(ADD_CALL)['arguments'])}\nnow {{}}\n"
-    assert result.out == calls + answer + answer + calls
-    notes = [line.partition(" result of ")[2] for line in result.err.splitlines() if " result of " in line]
-    assert notes == ["add", "now", "add"]
-    assert "the text is complete" in result.err
-    _, results, again, _ = conversations
-    question, answered, first, second = results
-    assert results == again
-    assert (question["content"], answered["content"], first["content"], second["content"]) == (
-        "1 + 2?",
-        "Wait.",
-        "3",
-        "noon",
-    )
-    assert [call["function"]["arguments"] for call in answered["tool_calls"]] == [{"a": 1, "b": '"}'}, {}]
-    assert [first["tool_call_id"], second["tool_call_id"]] == [call["id"] for call in answered["tool_calls"]]
-
-
-def test_chat_continues_a_call_that_was_cut_off(
-    gpt: Gpt, model: LanguageModel, script: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api, "load", lambda *args, **options: model)
-    Path("tools.json").write_text(json.dumps(TOOLS), encoding="utf-8")
-    script[0] = f"<tool_call>\n{NOW_CALL}\n</tool_call>"
-    result = gpt("chat", "--tools", "tools.json", "-n", "30", stdin=b"When?\n/more\n")
-    assert result.out.split() == ["now", "{}"]
-    assert "result of now" in result.err
-
-
-@pytest.mark.parametrize(
-    ("tools", "options", "message"),
-    [
-        ("[", (), "is not JSON"), ("[]", (), "tools.json has no functions"), ("{}", (), "must be a function named"),
-        (json.dumps([NOW, NOW]), (), "tools.json has now twice"), ('[{"type": "\\ud800"}]', (), "is not UTF-8"),
-        ("[" * 10**5, (), "is not JSON"), (json.dumps(TOOLS), ("--regex", "a"), "regex and --tools cannot"),
-        (json.dumps(TOOLS), ("--ignore-eot",), "ignore-eot and --tools cannot"),
-        (json.dumps([{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]), (), "Unimplemented"),
-    ],
-    ids=lambda value: f"{value!s:.20}",
-)  # fmt: skip
-def test_chat_refuses_tools(
-    gpt: Gpt, model: LanguageModel, monkeypatch: pytest.MonkeyPatch, tools: str, options: tuple[str, ...], message: str
-) -> None:
-    monkeypatch.setattr(api, "load", lambda *args, **options: model)
-    Path("tools.json").write_text(tools, encoding="utf-8")
-    result = gpt("chat", "--tools", "tools.json", *options, stdin=b"Hi\n")
-    assert (result.code, result.out) == (2, "")
-    assert message in result.err
 
 
 RESPONSES = "/v1/responses"
