@@ -474,7 +474,7 @@ def test_chat_options_set_the_system_message_and_thinking(
     assert gpt("chat", "-m", run, "-n", "2", *options, stdin=b"Hi\n/system\nHi\n").code == 0
     (first, variables), (second, _) = rendered
     assert first[0] == {"role": "system", "content": "Be brief."}
-    assert variables == {"enable_thinking": False, "tools": None}
+    assert variables == {"enable_thinking": False}
     assert second[0]["role"] == "user"
     assert "no chat template" in gpt("chat", "-m", run_folder, *options).err
 
