@@ -18,7 +18,7 @@ from gpt.system.distribution import NAME, VERSION, install, packages
 from gpt.system.errors import Interrupted, ModelWarning, UserError, device_failure, is_out_of_memory, is_out_of_threads
 from gpt.system.words import as_json
 
-from . import help_pages, other_programs, processes
+from . import help_pages, processes
 from .show import render, terminal
 
 HELP = """Train a GPT on your own text, on the computer you have. Then look inside it.
@@ -41,7 +41,7 @@ _switch = functools.partial(typer.Option, False, allow_from_autoenv=False, show_
 CONTEXT = {
     "auto_envvar_prefix": "GPT", "help_option_names": help_pages.FLAGS, "max_content_width": help_pages.WIDTH
 }  # fmt: skip
-GROUPS = ("tokenizer", "data", "inspect", "runs")
+GROUPS = ("tokenizer", "data", "inspect")
 COMMANDS = {  # Each command's heading on the help page, in order.
     name: heading
     for heading, names_below in {
@@ -56,12 +56,6 @@ COMMANDS = {  # Each command's heading on the help page, in order.
 
 
 class _Root(help_pages.Group):
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Finds the command. Raises `UserError` with a hint for another program's command."""
-        if args[0] in other_programs.COMMANDS and args[0] not in self.commands:
-            raise UserError(f"there is no command {args[0]}", other_programs.COMMANDS[args[0]])
-        return super().resolve_command(ctx, args)
-
     def get_params(self, ctx: Any) -> list[Any]:
         """Returns the options. Completion options have no environment variables."""
         params = super().get_params(ctx)
@@ -87,8 +81,7 @@ def make_app(args: Sequence[str] = ()) -> typer.Typer:
             group = _load_group(name)
             for info in group.registered_commands:
                 info.cls = help_pages.Command
-            if group.registered_callback is None:
-                group.callback(invoke_without_command=True)(_print_help)
+            group.callback(invoke_without_command=True)(_print_help)
             app.add_typer(group, cls=help_pages.Group, **settings)
     return app
 
@@ -208,7 +201,7 @@ def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
     if isinstance(error, typer.TyperException):  # The parser rejected the command line.
         context = getattr(error, "ctx", None)
         see_help = f"see {context.command_path if context else 'gpt'} --help"
-        hint = other_programs.explain_extra_argument(error, context) or see_help
+        hint = _explain_extra_argument(error, context) or see_help
         return error.exit_code, error.format_message().rstrip("."), hint
     if isinstance(error, Interrupted):
         return error.exit_code, error.message, ""
@@ -227,6 +220,16 @@ def _describe(error: BaseException, command: str) -> tuple[int, str, str]:
         return 1, f"system error: {error}", "add --debug for the traceback"
     message = f"internal error in gpt: {type(error).__name__}: {error}"
     return 1, message, "please report it, with the traceback that --debug prints"
+
+
+def _explain_extra_argument(error: Any, context: Any) -> str | None:
+    """Returns a hint for an extra argument of a command with ``--model``, or None for other errors."""
+    flags = {flag for param in context.command.params for flag in param.opts} if context is not None else set()
+    if "unexpected extra argument" not in error.message or "--model" not in flags:
+        return None
+    takes_text = any(param.param_type_name == "argument" for param in context.command.params)
+    quotes = f'a text of several words needs quotes: {context.command_path} "Once upon a time"; ' * takes_text
+    return f"{quotes}-m names the model{', -o the output' if '--out' in flags else ''}"
 
 
 def _is_closed_pipe(error: BaseException | None) -> bool:

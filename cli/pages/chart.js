@@ -1,4 +1,4 @@
-// Charts with round ticks. A test compares the ticks with `ticks.py`.
+// Charts with round ticks.
 const FLAT = 1e-8, TINY = 1e-300, TOLERANCE = 1e-6, UNITS = { 6: "M", 9: "B", 12: "T" };
 const scaleByPower = (number, power) => Number(`${number}e${power}`);
 const withDecimals = (value, decimals) => value.toLocaleString("en-US", { minimumFractionDigits: decimals, maximumFractionDigits: decimals });

@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from gpt.insight.report import Report, find_differing_settings, finite
 
-from . import ticks
 from .json_results import Tree, pick
 
 POINTS = 1000  # Maximum points per curve on a page.
@@ -72,7 +71,7 @@ def report_page(reports: Sequence[Report], max_points: int = POINTS) -> Tree:
     for run, report in zip(runs, reports, strict=True):
         run["steps"]["smooth"] = smooth_losses(run["steps"]["loss"])
         values, nats = run["yardsticks"] or {}, run["bits_per_nat"] if len(runs) == 1 else None
-        known = [name for name in ("ppmd", "xz", "unigram", "uniform") if nats and values.get(name) is not None]
+        known = [name for name in ("xz", "unigram", "uniform") if nats and values.get(name) is not None]
         levels = {name: values[name] / nats for name in known}  # In nats per token.
         run["levels"] = {name: level for name, level in levels.items() if high is None or level <= high}
         run["frames"] = [asdict(frame) for frame in report.history.frames] if len(runs) == 1 else []
@@ -143,7 +142,7 @@ def _limit_losses(runs: Sequence[Tree]) -> tuple[float | None, bool, str | None]
     reached = [max(map(max, filter(None, curves)), default=0.0) for curves in known]
     tops = zip(runs, reached, strict=True)
     above = ", ".join(f"{run['name']} reaches {loss:.3g}" for run, loss in tops if loss > high)
-    return high, ticks.spans_decades(min(lows), high), f"cut at {high:.3g}: {above}" if above else None
+    return high, 0 < min(lows) < high / 1000, f"cut at {high:.3g}: {above}" if above else None
 
 
 def time_unit(reports: Sequence[Report]) -> tuple[float, str]:

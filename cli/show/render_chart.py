@@ -4,20 +4,18 @@ plotext would not work: versions 5 and 6 are both in use, and share no function.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from rich.console import Console
 from rich.text import Text
 
-from . import ticks
-from .ticks import Axis
-
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 MARKS = "*o+x#@%&"
 PALE_MARK = "."
 GUTTER = 10  # Width of the labels on the left, in columns.
+LABEL_ROWS = 3  # Rows from label to label.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Bits of braille dots: four rows of two.
 Point = tuple[float, float]
 
@@ -55,48 +53,44 @@ def chart(
     (left, right), (low, high) = ((min(values), max(values)) for values in zip(*points, strict=True))
     width = max(8, min(100, console.width) - GUTTER - 2)
     use_braille = console.color_system is not None and (console.encoding or "").startswith("utf")
-    x_axis = ticks.axis(left, right, max(5, min(8, width // 10)), extend=False)
-    make_axis = ticks.log_axis if logarithmic and ticks.spans_decades(low, high) else ticks.axis
-    y_axis = make_axis(low, high, (height + 1) // 2)
-    cells = _draw_cells(series, x_axis, y_axis, width, height, use_braille)
+    is_log = logarithmic and 0 < low < high / 1000
+    bottom, top = (math.log10(y) if is_log else y for y in (low, high))
+
+    def place(x: float, y: float) -> Point:
+        """Returns a point's position in the frame, from 0 to 1."""
+        y = math.log10(y) if is_log else y
+        return (x - left) / (right - left or 1), (y - bottom) / (top - bottom or 1)
+
+    cells = _draw_cells(series, place, width, height, use_braille)
     text = Text.assemble((title, "bold"), "  ")
     for curve in series:
         if curve.name:
             text.append(f"{curve.name}  " if use_braille else f"{curve.mark} {curve.name}  ", curve.style)
-    frame = "│┤└─┴" if use_braille else "|+`-+"
-    rows = (round((height - 1) * (1 - y_axis.share(y))) for y in y_axis.ticks)
-    labels = dict(zip(rows, y_axis.labels, strict=True))
+    side, tick, corner, line = "│┤└─" if use_braille else "|+`-"
     for row in range(height):
-        border = frame[1] if row in labels else frame[0]
-        text.append(f"\n{labels.get(row, ''):>{GUTTER}}{border}", "dim")
+        y = bottom + (top - bottom) * (height - 1 - row) / (height - 1)
+        is_labelled = (height - 1 - row) % LABEL_ROWS == 0
+        label = _format(10**y if is_log else y) if is_labelled else ""
+        text.append(f"\n{label:>{GUTTER}}{tick if is_labelled else side}", "dim")
         for column in range(width):
             text.append(*cells.get((row, column), (" ", "")))
-    return text.append(_draw_x_axis(x_axis, width, x_name, frame), "dim")
+    first, last = _format(left), _format(right)
+    ends = f"\n{x_name:>{GUTTER}} {first}{last:>{width - len(first)}}"
+    return text.append(f"\n{'':{GUTTER}}{corner}{line * width}{ends}", "dim")
 
 
-def _draw_x_axis(x_axis: Axis, width: int, x_name: str, frame: str) -> str:
-    line, labels = [frame[3]] * width, [" "] * width
-    next_free = 0
-    for x, label in zip(x_axis.ticks, x_axis.labels, strict=True):
-        at = round(x_axis.share(x) * (width - 1))
-        line[at] = frame[4]
-        start = max(0, min(width - len(label), at - len(label) // 2))
-        if start >= next_free:
-            labels[start : start + len(label)] = label
-            next_free = start + len(label) + 1
-    names = f"{x_name:>{GUTTER}} " + "".join(labels).rstrip()
-    return f"\n{'':{GUTTER}}{frame[2]}{''.join(line)}\n{names}"
+def _format(value: float) -> str:
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.4g}"
 
 
 def _draw_cells(
-    series: Sequence[Series], x_axis: Axis, y_axis: Axis, width: int, height: int, use_braille: bool
+    series: Sequence[Series], place: Callable[[float, float], Point], width: int, height: int, use_braille: bool
 ) -> dict[tuple[int, int], tuple[str, str]]:
     """Returns (character, style) by (row, column). Draws pale curves first; later curves cover earlier ones."""
     dots_across, dots_down = (2, 4) if use_braille else (1, 1)  # Dots per character, across and down.
     dots: dict[tuple[int, int], tuple[int, Series]] = {}
     for curve in sorted(series, key=lambda curve: not curve.pale):
-        positions = [(x_axis.share(x), y_axis.share(y) if math.isfinite(y) else math.nan) for x, y in curve.points]
-        for x, y in _interpolate(positions, 1 / (width * dots_across)):
+        for x, y in _interpolate([place(*point) for point in curve.points], 1 / (width * dots_across)):
             column, row = round(x * (width * dots_across - 1)), round((1 - y) * (height * dots_down - 1))
             cell = (row // dots_down, column // dots_across)
             previous_bits, previous_curve = dots.get(cell, (0, curve))

@@ -151,9 +151,7 @@ class TrainConfig(TextConfig):
     sample_every: int | None = _log(
         None, "Steps between printed samples; 0: none", shown="a quarter of the steps", low=0
     )
-    log: str = _log(
-        "none", "Also log to tensorboard, wandb, or both (tensorboard,wandb)", metavar="NAMES", shown="none"
-    )
+    log: Literal["none", "tensorboard"] = _log("none", "Also log to TensorBoard, in the run's folder")
     device: Device = _machine("auto", "Device; auto: CUDA, else MPS, else the CPU", level="basic")
     nproc: int = _machine(
         1, "Data-parallel processes on this machine, one per GPU; for several machines, torchrun", low=1, high=1024

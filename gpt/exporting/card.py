@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from gpt.exporting.provenance import HUB_NAME, Provenance
 from gpt.exporting.source import SourceModel
@@ -68,21 +68,11 @@ def _origin(provenance: Provenance, quote: Quote, copied: str = "It is a copy of
 
 
 def _model(source: SourceModel, dtype: str) -> str:
-    config = source.config
+    config, bits = source.config, source.provenance.bits
     kind = config.layout if _loads_in_transformers(source) else "gpt, which Transformers does not have"
-    rows = {
-        "architecture": f"{kind}: {config.norm}, {config.mlp}, {config.positions} positions",
-        "layers, heads, width": f"{config.n_layer}, {config.n_head} ({config.kv_heads} key/value), {config.n_embd:,}",
-        "context": counted(config.block_size, "token"),
-        "vocabulary": counted(config.vocab_size, "id"),
-        "parameters": f"{breakdown(config).trainable:,}",
-        "weights": dtype,
-    }
-    if any(config.windows):
-        rows["windows"] = f"{config.window:,} tokens in {sum(map(bool, config.windows))} of the layers"
-    if source.provenance.bits < BITS[dtype]:
-        rows["quantized before"] = f"to {source.provenance.bits} bits: a wider dtype does not restore what was lost"
-    return _table(("", ""), *rows.items())
+    before = f", rounded before to {bits} bits" if bits < BITS[dtype] else ""
+    size = f"{breakdown(config).trainable:,} parameters in {dtype}{before}"
+    return f"Architecture {kind}; {size}; a context of {counted(config.block_size, 'token')}."
 
 
 _UNKNOWN_TRAINING = "How it was trained, and on which data, is not recorded."
@@ -108,8 +98,8 @@ def _held_out_loss(source: SourceModel, dtype: str) -> list[str]:
         return []
     bits = f", {provenance.bits_per_byte:.4f} bits per byte" if provenance.bits_per_byte is not None else ""
     scope = "" if provenance.val_loss is not None else " (parts of it, measured in training)"
-    rounding = {32: "", 16: ", before its weights were rounded to 16 bits"}
-    change = rounding.get(min(BITS.get(dtype, 8), provenance.bits), ", before its weights were quantized")
+    to = min(BITS.get(dtype, 8), provenance.bits)
+    change = f", before its weights were rounded to {to} bits" if to < 32 else ""
     return [f"Loss on text that it was not trained on{scope}: {loss:.4f} nats per token{bits}{change}."]
 
 
@@ -129,17 +119,11 @@ purpose, and no figure above measures that. It reflects the language, topics and
 repeat parts of that text verbatim, including private information."""
 
 
-def _table(*rows: Sequence[str]) -> str:
-    """Formats a Markdown table. The first row is the header."""
-    titles, *lines = ("| " + " | ".join(row) + " |" for row in rows)
-    return "\n".join([titles, "|" + "---|" * len(rows[0]), *lines])
-
-
 def _escape(text: str) -> str:
     """Escapes control characters and lone surrogates."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _code(text: str) -> str:
-    """Formats a text as inline code that is safe in a table cell."""
-    return f"`{_escape(text).replace('`', chr(39)).replace('|', chr(92) + '|') or ' '}`"
+    """Formats a text as inline code."""
+    return f"`{_escape(text).replace('`', chr(39)) or ' '}`"

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
@@ -34,9 +34,9 @@ Curve = Sequence[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Yardsticks:
-    """Bits per byte of a text without a model. xz, and PPMd with pyppmd installed, compress the first ``text_bytes`` of
-    it after the last ``train_bytes`` of the training text. A guess gives each token its frequency in the training text
-    (``unigram``), or all tokens the same probability (``uniform``)."""
+    """Bits per byte of a text without a model. xz compresses the first ``text_bytes`` of it after the last
+    ``train_bytes`` of the training text. A guess gives each token its frequency in the training text (``unigram``), or
+    all tokens the same probability (``uniform``)."""
 
     xz: Amount
     unigram: Amount | None  # None without a training text
@@ -44,15 +44,13 @@ class Yardsticks:
     train_bytes: Count
     text_bytes: Count
     is_cut: bool  # whether one of the texts is longer than that
-    ppmd: Amount | None = None
 
     def __str__(self) -> str:
         given = "given the training text" if self.train_bytes else "without the training text"
         if self.is_cut:
             given = f"for {self.text_bytes:,} bytes after {self.train_bytes:,} of the training text"
         unigram = "" if self.unigram is None else f"unigram {self.unigram:.4f}, "
-        ppmd = "" if self.ppmd is None else f", PPMd {self.ppmd:.4f}"
-        return f"{self.xz:.4f} bits per byte {given}{ppmd}; guesses: {unigram}uniform {self.uniform:.4f}"
+        return f"{self.xz:.4f} bits per byte {given}; guesses: {unigram}uniform {self.uniform:.4f}"
 
 
 def measure(
@@ -68,14 +66,11 @@ def measure(
             is_cut |= is_train_cut
         if not head:
             return None
-        ppmd = None
-        with contextlib.suppress(ImportError):
-            ppmd = _compress(_count_ppmd, tail, head)
         counts = np.bincount(train_ids, minlength=tokenizer.vocab_size) + 1  # Also for tokens that do not occur.
         unigram = math.log(counts.sum()) - float(np.log(counts[text_ids]).mean())
         bits_per_nat = tokens_per_byte / math.log(2)
         guesses = unigram * bits_per_nat if tail else None, math.log(tokenizer.vocab_size) * bits_per_nat
-        return Yardsticks(_compress(_count_xz, tail, head), *guesses, len(tail), len(head), is_cut, ppmd)
+        return Yardsticks(_compress(tail, head), *guesses, len(tail), len(head), is_cut)
     return None
 
 
@@ -92,10 +87,10 @@ def _read(
     return ids, data[-max_bytes:] if from_end else data[:max_bytes], is_cut
 
 
-def _compress(count: Callable[[bytes], int], tail: bytes, head: bytes) -> float:
-    """Returns the bits per byte of ``head`` after ``tail``. ``count`` returns the size of compressed data."""
+def _compress(tail: bytes, head: bytes) -> float:
+    """Returns the bits per byte of ``head`` after ``tail``."""
     with ThreadPoolExecutor(2) as pool:
-        before, both = pool.map(count, (tail, tail + head))
+        before, both = pool.map(_count_xz, (tail, tail + head))
     return 8 * (both - before) / len(head)
 
 
@@ -106,14 +101,6 @@ def _count_xz(data: bytes) -> int:
     # The dictionary is smaller than the preset's, to save memory, and larger than ``data``.
     lzma_filter = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 2**22}
     return len(lzma.compress(data, lzma.FORMAT_RAW, filters=[lzma_filter]))
-
-
-def _count_ppmd(data: bytes) -> int:
-    """Returns the size of ``data`` as compressed by PPMd, variant H. Raises ImportError without pyppmd."""
-    import pyppmd
-
-    encoder = pyppmd.Ppmd7Encoder(max_order=16, mem_size=2**26)
-    return len(encoder.encode(data)) + len(encoder.flush())
 
 
 def find_trend(training: Curve, held_out: Curve) -> Trend | None:
@@ -149,8 +136,8 @@ def _slope(curve: Curve) -> float:
 
 
 def describe(bits_per_byte: float | None, yardsticks: Yardsticks | None, trend: Trend | None) -> str:
-    """Returns a sentence such as "worse than PPMd by 7%, better than xz by 13%; still improving: more minutes help", as
-    far as its parts are known. It names the yardsticks next to the model."""
+    """Returns a sentence such as "worse than xz by 7%, better than the unigram guess by 13%; still improving: more
+    minutes help", as far as its parts are known. It names the yardsticks next to the model."""
     place = "" if bits_per_byte is None or yardsticks is None else _compare(bits_per_byte, yardsticks)
     return "; ".join(filter(None, [place, ADVICE[trend] if trend else ""]))
 
@@ -158,7 +145,7 @@ def describe(bits_per_byte: float | None, yardsticks: Yardsticks | None, trend: 
 def _compare(bits: float, yardsticks: Yardsticks) -> str:
     if yardsticks.text_bytes < MIN_COMPARED_BYTES:
         return f"not compared with xz: the held-out text has only {counted(yardsticks.text_bytes, 'byte')}"
-    names = {"PPMd": "ppmd", "xz": "xz", "the unigram guess": "unigram", "the uniform guess": "uniform"}
+    names = {"xz": "xz", "the unigram guess": "unigram", "the uniform guess": "uniform"}
     ranking = sorted((value, name) for name, key in names.items() if (value := getattr(yardsticks, key)))
     if equal := next((name for value, name in ranking if abs(bits / value - 1) < 0.005), None):
         return f"as good as {equal}"

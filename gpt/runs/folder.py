@@ -19,10 +19,8 @@ from gpt.runs.record import RunRecord
 from gpt.system.errors import UserError, WorkError, check_text
 from gpt.system.files import (
     TEMPORARY,
-    disk_errors,
     file_sha256,
     is_file_name,
-    locked,
     make_folder,
     map_in_threads,
     read_json,
@@ -204,15 +202,6 @@ def _remove(folder: Path) -> None:
     temporary = folder.with_name(f"{TEMPORARY}{folder.name}")
     os.replace(folder, temporary)
     shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove_run(run: Path) -> None:
-    """Deletes a run. Raises `UserError` if a process is writing it."""
-    check_run(run)
-    with locked(run, "wait until it ends, or stop it with Ctrl-C"):
-        pass
-    with disk_errors(run):
-        _remove(run)
 
 
 def can_resume(path: Path) -> bool:

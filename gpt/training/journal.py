@@ -1,4 +1,4 @@
-"""The output of a run: ``run.json``, ``metrics.jsonl``, logs, and notes for the user."""
+"""The output of a run: ``run.json``, ``metrics.jsonl``, TensorBoard, and notes for the user."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ from gpt.runs.record import Resumed, RunRecord
 from gpt.system.files import disk_errors
 from gpt.system.words import counted
 from gpt.training.context import Result, RunContext, now, versions
-from gpt.training.logs import Logs, Metrics, Speed
+from gpt.training.logs import Metrics, Speed, TensorBoard
 from gpt.training.recipe import Recipe, estimate_seconds
 from gpt.training.state import TrainState
 
@@ -30,7 +30,7 @@ class Journal:
         self.run, self.state, self.note, self.recipe = run, state, run.session.note, run.recipe
         self.record: RunRecord | None = None
         self.metrics: Metrics | None = None
-        self.logs: Logs | None = None
+        self.board: TensorBoard | None = None
 
     def start_cycle(self, recipe: Recipe, model: GPT) -> None:
         """Reports steps of this ``model`` from now on. Describes the run first, before its steps are compiled."""
@@ -39,7 +39,7 @@ class Journal:
             self.describe(sum(p.numel() for p in model.parameters() if p.requires_grad))
 
     def open(self, resolved: dict[str, Any]) -> None:
-        """Writes ``run.json`` with the ``resolved`` recipe, and opens metrics and logs."""
+        """Writes ``run.json`` with the ``resolved`` recipe, and opens the logs."""
         run, record, step = self.run, self.run.record, self.state.step
         if step == 0:
             yardsticks = asdict(measured) if (measured := run.data.measure_yardsticks()) else None
@@ -49,7 +49,8 @@ class Journal:
         self.record = replace(record, ended=None, result=None)
         self.write(resolved=resolved)
         self.metrics = Metrics(run.path, run.session.warn, self.state.metrics_bytes)
-        self.logs = Logs(run.log, run.path, vars(self.record), self.note, step)
+        if run.log == "tensorboard":
+            self.board = TensorBoard(run.path, vars(self.record), self.note, step)
 
     def write(self, **changes: Any) -> None:
         """Updates ``run.json``."""
@@ -59,14 +60,15 @@ class Journal:
                 self.record.write(self.run.path)
 
     def emit(self, kind: Callable[..., events.Event], step: int | None = None, **values: Any) -> None:
-        """Sends an event to metrics, logs and the listener."""
-        if self.metrics is None or self.logs is None:
+        """Sends an event to the logs and the listener."""
+        if self.metrics is None:
             return
         step = self.state.step if step is None else step
         values = {"seconds": self.elapsed(), **values}
         event = kind(step=step, tokens=step * self.recipe.batch_tokens, **values)
         self.metrics.write(events.to_json(event))
-        self.logs(event)
+        if self.board is not None:
+            self.board(event)
         self.run.session.listen(event)
 
     def elapsed(self) -> float:
@@ -74,10 +76,11 @@ class Journal:
         return round(time.perf_counter() - self.run.start_time, 3)
 
     def close(self) -> None:
-        """Closes metrics and logs."""
-        if self.metrics is not None and self.logs is not None:
+        """Closes the logs."""
+        if self.metrics is not None:
             self.metrics.close()
-            self.logs.close()
+        if self.board is not None:
+            self.board.close()
 
     def describe(self, adapters: int) -> None:
         """Notes the model, the length of the run, the device and the sharding."""

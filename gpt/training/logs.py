@@ -1,9 +1,7 @@
-"""Event logs of a run (``metrics.jsonl``, TensorBoard, Weights & Biases), and the throughput that they report."""
+"""Event logs of a run (``metrics.jsonl``, TensorBoard), and the throughput that they report."""
 
 import contextlib
 import dataclasses
-import hashlib
-import html
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,12 +13,12 @@ from typing import Any, Self
 import torch
 
 from gpt.config.device import Compute
-from gpt.config.events import EndEvent, Event, SampleEvent
+from gpt.config.events import Event, SampleEvent
 from gpt.model.decoder import GPT
 from gpt.model.params import flops_per_token
 from gpt.runs.folder import INTACT_HINT, METRICS
 from gpt.system.distribution import install_extra
-from gpt.system.errors import UserError, did_you_mean
+from gpt.system.errors import UserError
 from gpt.system.files import disk_errors, open_regular
 from gpt.system.peaks import peak_flops
 from gpt.training.recipe import Recipe
@@ -34,21 +32,35 @@ def scalars(event: Event) -> dict[str, float]:
     return {f"{event.kind}/{k}": v for k, v in values.items() if k not in COMMON_FIELDS and type(v) in (int, float)}
 
 
+def check(log: str) -> None:
+    """Raises `UserError` if the package for ``log`` is missing. Called before training starts."""
+    if log == "tensorboard":
+        try:
+            import_module("torch.utils.tensorboard")
+        except ImportError as error:
+            raise UserError(f"--log tensorboard needs a package: {error}", install_extra("log")) from None
+
+
 class TensorBoard:
     """Curves and samples in ``RUN/tensorboard``, for ``tensorboard --logdir runs``. Resuming from ``step`` hides later
-    events."""
+    events. The first error ends the log with a note, and the run continues."""
 
-    def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
-        tensorboard = import_module("torch.utils.tensorboard")
-        self.writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
-        self._write("settings", json.dumps(record["resolved"], indent=1), step)
+    def __init__(self, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int) -> None:
+        self.note = note
+        self.writer: Any = None
+        with self._guarded():
+            tensorboard = import_module("torch.utils.tensorboard")
+            self.writer = tensorboard.SummaryWriter(str(run / "tensorboard"), purge_step=step + 1 if step else None)
+            self._write("settings", json.dumps(record["resolved"], indent=1), step)
 
     def __call__(self, event: Event) -> None:
         """Writes an event."""
-        for name, value in scalars(event).items():
-            self.writer.add_scalar(name, value, event.step)
-        if isinstance(event, SampleEvent):
-            self._write("sample/text", event.text, event.step)
+        if self.writer is not None:
+            with self._guarded():
+                for name, value in scalars(event).items():
+                    self.writer.add_scalar(name, value, event.step)
+                if isinstance(event, SampleEvent):
+                    self._write("sample/text", event.text, event.step)
 
     def _write(self, name: str, text: str, step: int) -> None:
         """Writes text as a Markdown code block, because TensorBoard renders Markdown."""
@@ -56,107 +68,17 @@ class TensorBoard:
 
     def close(self) -> None:
         """Flushes and closes the log."""
-        self.writer.close()
-
-
-class Wandb:
-    """A Weights & Biases run, configured by ``WANDB_…`` variables: project, entity, mode and so on."""
-
-    def __init__(self, run: Path, record: Mapping[str, Any], step: int) -> None:
-        self.wandb = import_module("wandb")
-        self.run = self.wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "gpt"),
-            name=os.environ.get("WANDB_NAME", run.name),
-            # With a fixed id, a resumed run continues the same W&B run.
-            id=hashlib.sha256(f"{run.name} {record['started']}".encode()).hexdigest()[:16],
-            resume="allow",
-            dir=str(run),
-            config=dict(record["resolved"]),
-            settings=self.wandb.Settings(silent=True, console="off"),
-        )
-        # A rollback repeats steps, and wandb's default step axis rejects repeated steps.
-        self.run.define_metric("*", step_metric="step")
-        self.finished = False
-
-    def __call__(self, event: Event) -> None:
-        """Sends an event."""
-        values: dict[str, Any] = dict(scalars(event))
-        if isinstance(event, SampleEvent):
-            values["sample/text"] = self.wandb.Html(f"<pre>{html.escape(event.text)}</pre>")
-        if values:
-            self.run.log(values | {name: getattr(event, name) for name in COMMON_FIELDS})
-        self.finished = isinstance(event, EndEvent) and event.reason in ("steps", "patience")
-
-    def close(self) -> None:
-        """Sends remaining data, and whether the run finished."""
-        self.run.finish(exit_code=0 if self.finished else 1)
-
-
-KINDS: dict[str, tuple[str, type[TensorBoard | Wandb]]] = {  # required module and class of each log
-    "tensorboard": ("torch.utils.tensorboard", TensorBoard),
-    "wandb": ("wandb", Wandb),
-}
-
-
-def parse_names(option: str) -> list[str]:
-    """Parses the value of ``--log``: names separated by commas, or ``none``. Raises `UserError` for an unknown name."""
-    names = [] if option.strip() == "none" else list(dict.fromkeys(name.strip() for name in option.split(",")))
-    for name in names:
-        if name not in KINDS:
-            raise UserError(f'there is no log "{name}"', did_you_mean(name, [*KINDS, "none"]))
-    return names
-
-
-def check(option: str) -> None:
-    """Raises `UserError` for a log that is unknown, lacks its package or needs an account. Called before training
-    starts."""
-    for name in parse_names(option):
-        try:
-            module = import_module(KINDS[name][0])
-        except ImportError as error:
-            raise UserError(f"--log {name} needs a package: {error}", install_extra("log")) from None
-        if name == "wandb" and module.setup().settings.mode == "online":
-            try:
-                module.login()  # prompts for an API key on a terminal
-            except module.Error as error:
-                raise UserError(f"wandb: {error}", "run wandb login, or set WANDB_MODE=offline") from None
-
-
-class Logs:
-    """All logs of a run that starts at ``step``. A log that fails is closed with a note, and the run continues."""
-
-    def __init__(
-        self, option: str, run: Path, record: Mapping[str, Any], note: Callable[[str], None], step: int = 0
-    ) -> None:
-        self.note = note
-        self.logs: dict[str, TensorBoard | Wandb] = {}
-        for name in parse_names(option):
-            with self._guarded(name):
-                self.logs[name] = KINDS[name][1](run, record, step)
-
-    def __call__(self, event: Event) -> None:
-        """Writes an event to each log."""
-        for name, log in list(self.logs.items()):
-            with self._guarded(name):
-                log(event)
-
-    def close(self) -> None:
-        """Closes all logs."""
-        for name, log in list(self.logs.items()):
-            with self._guarded(name):
-                log.close()
-        self.logs.clear()
+        if self.writer is not None:
+            with self._guarded():
+                self.writer.close()
 
     @contextlib.contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
+    def _guarded(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
-            self.note(f"--log {name} failed and is disabled for the rest of this run: {type(error).__name__}: {error}")
-            log = self.logs.pop(name, None)
-            if log is not None:
-                with contextlib.suppress(Exception):
-                    log.close()
+            self.writer = None
+            self.note(f"--log tensorboard failed and is off for the rest of this run: {type(error).__name__}: {error}")
 
 
 class Metrics:

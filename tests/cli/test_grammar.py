@@ -59,44 +59,10 @@ def test_chat_command_matches_interactive_sample(gpt: Gpt, run: str) -> None:
     assert_error(gpt("chat", "-m", "nowhere"), "there is no run or checkpoint nowhere")
 
 
-# Commands of other programs
-
-
-@pytest.mark.parametrize(
-    ("line", "hint"),
-    [
-        ("generate Once upon", "gpt sample PROMPT"),
-        ("run llama3", "gpt chat"),
-        ("finetune x.jsonl", "gpt train TEXT --init MODEL"),
-        ("resume", "gpt train --resume"),
-        ("pull qwen3", "-m hf:OWNER/NAME"),
-        ("ls", "gpt params --list"),
-        ("convert", "gpt export -m MODEL -o FILE.gguf"),
-        ("encode x", "gpt tokenizer encode"),
-        ("help train", "gpt COMMAND --help"),
-    ],
-)  # fmt: skip
-def test_commands_of_other_programs_get_hints(gpt: Gpt, line: str, hint: str) -> None:
-    result = gpt(*line.split())
-    assert_error(result, f"there is no command {line.split()[0]}")
-    assert hint in result.err.splitlines()[1]
-
-
 def test_other_unknown_names_get_the_usual_error(gpt: Gpt) -> None:
     assert_error(gpt("sample", "--learning-rate", "1"), "No such option: --learning-rate")
     assert_error(gpt("train", "--stesp", "1"), "--steps")
     assert_error(gpt("trian"), "train")
-
-
-def test_hints_name_existing_commands(gpt: Gpt) -> None:
-    import typer
-    from gpt_cli import main, other_programs
-
-    commands = typer.main.get_command(main.make_app()).commands  # type: ignore[attr-defined]
-    assert not {*other_programs.COMMANDS} & {*commands}
-    for hint in other_programs.COMMANDS.values():
-        for word in hint.replace(",", " ").split("gpt ")[1:]:
-            assert word.split()[0] in {*commands, "--version", "--help", "COMMAND"}, hint
 
 
 @pytest.mark.usefixtures("run")

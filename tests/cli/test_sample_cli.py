@@ -385,7 +385,11 @@ def test_sampling_does_not_import_unused_modules(run_folder: Path, tmp_path: Pat
     config, rotary = GPTConfig.of("modern", 257, 32, 1, 2, 8), tmp_path / "rotary"
     checkpoint.save(rotary, GPT(config), checkpoint.TokenizerFiles(bytes_tokenizer(), config), {})
     code = (
-        "import gc, sys\nfrom gpt_cli.main import main\n"
+        "import gc, sys, gpt\n"
+        "assert gpt.GPTConfig and 'torch' not in sys.modules\n"
+        "gpt.GPT\n"
+        "assert 'torch' in sys.modules\n"
+        "from gpt_cli.main import main\n"
         f"for model in {[str(run_folder), str(rotary)]}:\n"
         "    assert main(['sample', 'the', '-m', model, '-n', '2', '--seed', '1']) == 0\n"
         "assert gc.isenabled()  # it is not while torch is imported\n"

@@ -77,8 +77,7 @@ def test_card_describes_the_run(run_folder: Path, workdir: Path) -> None:
     (source,) = record["sources"]
     config = checkpoint.peek(Path("out"))[0]
     for part in (
-        f"| parameters | {breakdown(config).trainable:,} |",
-        f"| context | {config.block_size} tokens |",
+        f"Architecture gpt2; {breakdown(config).trainable:,} parameters in float32; a context of 32 tokens.",
         f"Trained for 30 steps, 7,680 tokens in all, on {record['tokens']['train']:,} tokens of text "
         f"({source['bytes']:,} bytes): `text.txt`.",
         f"{record['result']['val_loss']:.4f} nats per token, {record['result']['bits_per_byte']:.4f} bits per byte.",
@@ -107,7 +106,6 @@ def test_card_of_a_model_without_a_run_says_training_is_unknown(run_folder: Path
 def test_card_mentions_transformers_only_if_supported(config: GPTConfig, dtype: str, in_transformers: bool) -> None:
     text = card(make_source(config), "it", dtype)
     assert ("library_name: transformers" in text) == in_transformers
-    assert ("| windows | 8 tokens in 2 of the layers |" in text) == (config.window == 8)
 
 
 HOSTILE_NAMES = [
@@ -138,7 +136,6 @@ def test_hostile_names_are_escaped(name: str) -> None:
     assert titles[1:] == [f"## {title}" for title in ("Model", "Training", "Use", "Limits")]
     text_outside_code = re.sub(r"```.*?\n```|`[^`\n]*`", "", "\n".join(lines), flags=re.DOTALL)
     assert not re.search(r"<script>|\[a\]", text_outside_code)
-    assert {line.count("|") for line in text_outside_code.split("\n") if line.startswith("|")} == {3}
     text.encode()  # Lone surrogates raise an error.
     assert not [char for char in text if not char.isprintable() and char != "\n"]
 
@@ -328,10 +325,10 @@ def test_exporting_again_keeps_the_provenance(run_folder: Path, workdir: Path) -
     library.export("first", "second")
     library.export("second", "third", dtype="bfloat16")
     card_text = read_card(Path("second"))
-    assert "| quantized before | to 16 bits: a wider dtype does not restore what was lost |" in card_text
+    assert "in float32, rounded before to 16 bits;" in card_text
     assert "`text.txt`" in card_text
     assert "before its weights were rounded to 16 bits" in card_text
-    assert "quantized before" not in read_card(Path("third"))
+    assert "rounded before" not in read_card(Path("third"))
     first, second, third = (gpt_json(Path(name))["provenance"] for name in ("first", "second", "third"))
     assert first == second == third
     assert first["bits"] == 16

@@ -11,14 +11,16 @@ import numpy as np
 import pytest
 import torch
 import vocabularies
-from conftest import Gpt, make_text
+from conftest import make_text
 from models import CPU, FAMILIES, engine_of, loud, source_of
 
 from gpt import api
 from gpt.chat import chat
 from gpt.config.model import ARCHITECTURES, GPTConfig, RopeScaling
 from gpt.config.sample import SampleConfig
+from gpt.config.text import TokenizeConfig
 from gpt.corpus.token_folder import TokenFolder
+from gpt.corpus.tokenize import tokenize_texts
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Request
 from gpt.exporting import chat_pieces, html
@@ -322,18 +324,30 @@ def test_chat_has_the_date_of_today(open_page: Open, tmp_path: Path) -> None:
     assert ids == tokenizer.encode(chat.render(tokenizer, messages), specials=True).tolist()
 
 
-@pytest.fixture
-def tokens(gpt: Gpt, workdir: Path) -> TokenFolder:
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> TokenFolder:
     """Documents with passages in common, and an empty one."""
-    generator, text = random.Random(0), make_text(600)
-    Path("texts").mkdir()
+    root, generator, text = tmp_path_factory.mktemp("tokens"), random.Random(0), make_text(600)
+    (root / "texts").mkdir()
     for index in range(12):
         starts = [generator.randrange(len(text)) for _ in range(index)]
         parts = [text[start : start + generator.randrange(300)] for start in starts]
-        Path(f"texts/{index}.txt").write_bytes("\n".join(parts).encode())
-    result = gpt("tokenize", "texts", "-o", "tokens", "--vocab-size", "400", "--val-fraction", "0")
-    assert result.code == 0, result.err
-    return TokenFolder("tokens")
+        (root / f"texts/{index}.txt").write_bytes("\n".join(parts).encode())
+    config = TokenizeConfig(out=str(root / "folder"), vocab_size=400, val_fraction=0.0)
+    return tokenize_texts([str(root / "texts")], config)
+
+
+@pytest.fixture(scope="module")
+def whole_page(tokens: TokenFolder) -> str:
+    file = tokens.path.parent / "model.html"
+    html.write(
+        file,
+        source_of(loud(GPTConfig(tokens.tokenizer.usable, 40, 2, 4, 64)), tokens.tokenizer),
+        "float32",
+        NO_TEXTS,
+        tokens,
+    )
+    return file.read_text()
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -426,10 +440,9 @@ def test_panel_shows_the_passages_around_a_token(run_folder: Path, open_page: Op
         ('id="status"', 'id="state"'),
     ],
 )
-def test_damaged_file_says_so(old: str, new: str, browser: Any, tokens: TokenFolder, tmp_path: Path) -> None:
-    file, model = tmp_path / "model.html", loud(GPTConfig(tokens.tokenizer.usable, 40, 2, 4, 64))
-    html.write(file, source_of(model, tokens.tokenizer), "float32", NO_TEXTS, tokens)
-    text, count = re.subn(old, new, file.read_text(), count=1, flags=re.DOTALL)
+def test_damaged_file_says_so(old: str, new: str, browser: Any, whole_page: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.html"
+    text, count = re.subn(old, new, whole_page, count=1, flags=re.DOTALL)
     assert count == 1
     file.write_text(text)
     page = browser.new_page()

@@ -4,8 +4,6 @@ import json
 import lzma
 import math
 import shutil
-import sys
-import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -71,27 +69,6 @@ def test_xz_without_training_text(run_folder: Path) -> None:
     assert "without the training text; guesses: uniform " in str(alone)
 
 
-def test_ppmd_is_measured_if_installed(run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Encoder:
-        def __init__(self, max_order: int, mem_size: int) -> None:
-            assert (max_order, mem_size) == (16, 2**26)
-
-        def encode(self, data: bytes) -> bytes:
-            return data[1::2]
-
-        def flush(self) -> bytes:
-            return b"ends"
-
-    monkeypatch.setitem(sys.modules, "pyppmd", types.SimpleNamespace(Ppmd7Encoder=Encoder))
-    folder = TokenFolder(run_folder / "tokens")
-    measured = measure(folder.tokenizer, folder.stream("val"), folder.stream("train"), 0.5)
-    assert measured is not None and measured.ppmd == pytest.approx(4, abs=0.01)
-    assert "given the training text, PPMd " in str(measured)
-    monkeypatch.setitem(sys.modules, "pyppmd", None)  # Importing it raises ImportError.
-    without = measure(folder.tokenizer, folder.stream("val"), folder.stream("train"), 0.5)
-    assert without is not None and without.ppmd is None and without.xz == measured.xz
-
-
 def test_errors_do_not_fail_a_run(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(data: bytes) -> int:
         raise MemoryError
@@ -140,27 +117,23 @@ def test_trend_of_made_up_curves(training: Any, held_out: Any, trend: str | None
 
 
 @pytest.mark.parametrize(
-    ("bits", "xz", "ppmd", "size", "trend", "sentence"),
+    ("bits", "xz", "size", "trend", "sentence"),
     [
-        (2.2, 2.5, None, 1000, "improving", "better than xz by 12%; still improving: more minutes help"),
-        (1.78, 2.05, 1.67, 1000, None, "worse than PPMd by 7%, better than xz by 13%"),
-        (1.5, 2.05, 1.67, 1000, None, "better than PPMd by 10%"),
-        (1.5, 1.67, 2.05, 1000, None, "better than xz by 10%"),
-        (3.0, 2.5, None, 1000, "saturated", "worse than xz by 20%, better than the unigram guess by 25%; saturated: "
+        (2.2, 2.5, 1000, "improving", "better than xz by 12%; still improving: more minutes help"),
+        (1.5, 1.67, 1000, None, "better than xz by 10%"),
+        (3.0, 2.5, 1000, "saturated", "worse than xz by 20%, better than the unigram guess by 25%; saturated: "
          "more text helps, more steps don't"),
-        (4.5, 2.5, None, 1000, None, "worse than the unigram guess by 12%, better than the uniform guess by 10%"),
-        (6.0, 2.5, None, 1000, None, "worse than the uniform guess by 20%"),
-        (3.0, 0.1, None, 1000, None, "far worse than xz, better than the unigram guess by 25%"),
-        (3.0, 0.1, None, 90, None, "not compared with xz: the held-out text has only 90 bytes"),
-        (2.505, 2.5, None, 1000, None, "as good as xz"),
-        (None, 2.5, None, 1000, "improving", "still improving: more minutes help"),
-        (2.0, None, None, 1000, None, ""),
+        (4.5, 2.5, 1000, None, "worse than the unigram guess by 12%, better than the uniform guess by 10%"),
+        (6.0, 2.5, 1000, None, "worse than the uniform guess by 20%"),
+        (3.0, 0.1, 1000, None, "far worse than xz, better than the unigram guess by 25%"),
+        (3.0, 0.1, 90, None, "not compared with xz: the held-out text has only 90 bytes"),
+        (2.505, 2.5, 1000, None, "as good as xz"),
+        (None, 2.5, 1000, "improving", "still improving: more minutes help"),
+        (2.0, None, 1000, None, ""),
     ],
 )  # fmt: skip
-def test_sentence(
-    bits: float | None, xz: float | None, ppmd: float | None, size: int, trend: Any, sentence: str
-) -> None:
-    known = None if xz is None else Yardsticks(xz, 4.0, 5.0, 900, size, False, ppmd)
+def test_sentence(bits: float | None, xz: float | None, size: int, trend: Any, sentence: str) -> None:
+    known = None if xz is None else Yardsticks(xz, 4.0, 5.0, 900, size, False)
     assert describe(bits, known, trend) == sentence
 
 

@@ -68,7 +68,6 @@ def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
     """Runs commands that start processes: for ranks, multiprocessing's resource tracker and chat templates."""
     for name in {*sys.stdlib_module_names, *SHADOWS} - {"__main__"}:
         Path(f"{name}.py").write_text(f"open('IMPORTED', 'a').write({name!r} + '\\n')\nraise SystemExit(77)\n")
-    Path("book.txt").write_text(make_text(), encoding="utf-8")
     message = '{"messages": [{"role": "user", "content": "%s"}, {"role": "assistant", "content": "%s"}]}\n'
     Path("chat.jsonl").write_text("".join(message % pair for pair in pairwise(make_text(3000).split())), "utf-8")
     train_options = [*SETTINGS, "--steps", "2", "--quiet"]
@@ -77,8 +76,7 @@ def test_modules_in_the_current_folder_are_not_imported(workdir: Path) -> None:
     command = shutil.which("gpt", path=Path(sys.executable).parent)
     assert command is not None
     for args in (
-        ["train", "book.txt", *train_options, *tokenizer_options, "--nproc", "2", "-o", "two"],
-        ["train", "chat.jsonl", *train_options, *tokenizer_options, "--chat", "-o", "chat"],
+        ["train", "chat.jsonl", *train_options, *tokenizer_options, "--chat", "--nproc", "2", "-o", "chat"],
         ["sample", "-i", "-m", "chat", "-n", "2"],
     ):
         result = subprocess.run([command, *args], input=b"hello\n", capture_output=True, env=environment, timeout=200)
