@@ -76,7 +76,11 @@ def find_and_lock(run: str | None, changes: Mapping[str, Any], session: Session)
     """Finds the run to resume and its checkpoint's name, locks the run, and repairs its folder."""
     path = find_run(run)
     with lock_run(path):
-        logs.check(str(changes.get("log", read_started(path).config.log)))
+        started = read_started(path)
+        if started.final_result(changes):
+            yield str(path), None
+            return
+        logs.check(str(changes.get("log", started.config.log)))
         with disk_errors(path):
             files.recover(path)
             files.recover(path / TEACHERS)

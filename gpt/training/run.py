@@ -73,16 +73,18 @@ def resume(
     changes = changes or {}
     resuming.refuse_fixed_options(changes, texts)
     settings = from_dict(TrainConfig, changes, "resume")
-    if result := read_started(resuming.find_run(run)).final_result(changes):  # It needs no other processes.
-        if not environment.rank():
-            listen(events.Note(f"{result.run} is finished"))
-        return result
+    if not environment.is_distributed() and (result := read_started(resuming.find_run(run)).final_result(changes)):
+        listen(events.Note(f"{result.run} is finished"))
+        return result  # A finished run needs no other processes.
     with _session(settings.nproc, listen, start_time) as session, contextlib.ExitStack() as until_ended:
         world = session.world
         world.assert_same({"resume": run, **changes, **_code_versions()})
         found = resuming.find_and_lock(run, changes, session)
         path, checkpoint = world.broadcast_object(lambda: until_ended.enter_context(found))
         started = world.raise_on_all(lambda: read_started(Path(path), checkpoint))
+        if result := started.final_result(changes):
+            session.note(f"{started.run} is finished")
+            return result
         return open_run(started, changes, session).train()
 
 
