@@ -121,6 +121,9 @@ MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 UNSUPPORTED = {
     ".doc": "save it as .docx (LibreOffice)",
     **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
+    **dict.fromkeys(
+        (".fb2", ".odt", ".org", ".rst", ".rtf", ".tex"), "convert it: pandoc FILE -t plain --wrap=none -o FILE.txt"
+    ),
 }
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 

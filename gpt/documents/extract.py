@@ -15,8 +15,7 @@ from gpt.system.errors import UserError, WorkError
 
 KINDS = {
     ".html": "html", ".htm": "html", ".xhtml": "xhtml", ".epub": "epub", ".docx": "docx", ".pdf": "pdf", ".eml": "mail",
-    ".ipynb": "notebook", ".srt": "subtitles", ".vtt": "subtitles", ".fb2": "fb2", ".odt": "odt", ".org": "org",
-    ".rst": "rst", ".rtf": "rtf", ".tex": "latex",
+    ".ipynb": "notebook", ".srt": "subtitles", ".vtt": "subtitles",
 }  # fmt: skip
 
 

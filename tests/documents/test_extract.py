@@ -269,8 +269,6 @@ def test_encoding_option_applies_where_the_declared_encoding_fails() -> None:
     assert read("x.html", page, encoding="cp1251") == "Привет"
 
 
-RTF = rb"{\rtf1\ansi\ansicpg1252{\fonttbl{\f0 A;}{\f1\fcharset204 B;}}\f1\'cf\'f0\'e8\f0\'e9 \u8364\'80\v no\v0\par\trowd\cellx1\cellx2\intbl a\cell b\cell\row}"
-ODT = archive({"content.xml": '<office:document-content xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0" xmlns:text="urn:oasis:names:tc:opendocument:xmlns:text:1.0"><office:body><office:text><text:p>one</text:p><text:p>two</text:p></office:text></office:body></office:document-content>', "styles.xml": '<office:document-styles xmlns:office="urn:oasis:names:tc:opendocument:xmlns:office:1.0"><office:styles/><office:automatic-styles/><office:master-styles/></office:document-styles>', "mimetype": "application/vnd.oasis.opendocument.text"})  # fmt: skip
 MAIL = b"From a@b Mon Jan  1 00:00:00 2024\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\nContent-Type: text/html; charset=latin-1\nContent-Transfer-Encoding: quoted-printable\n\n<p>caf=E9\n"
 CHAT = "\u200e[01.02.24, 12:34:56] Anna: Hi\n[01.02.24, 12:35:00] Ben: one\ntwo\n1/2/24, 1:36 PM - Anna: <Media omitted>\n1/2/24, 13:36 - Ben left\n"
 SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One</i>\ntwo\n\n00:03.000 --> 00:04.000\n{\\an8}three\n"
@@ -279,12 +277,6 @@ SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One<
 @pytest.mark.parametrize(
     ("name", "data", "expected"),
     [
-        ("x.rtf", RTF, ["Приé €\n\na\n\nb"]),
-        ("x.odt", ODT, ["one\n\ntwo"]),
-        ("x.fb2", b"<FictionBook><body><section><p>one</p><p>two</p></section></body></FictionBook>", ["one\n\ntwo"]),
-        ("x.tex", rb"\documentclass{article}\begin{document}\section{A}One $x^2$\footnote{n}.\end{document}", ["A\n\nOne x^2.\n\nn"]),
-        ("x.org", b"* A\none /two/\n", ["A\n\none two"]),
-        ("x.rst", b"A\n=\n\none *two*\n\n.. include:: /etc/passwd\n\n>>> a\n>>> b\n1\n\nend", ["A\n\none two\n\n>>> a\n>>> b\n1\n\nend"]),
         ("x.ipynb", b'{"cells": [{"source": ["# A\\n", "b"]}, {"source": "1 + 1", "outputs": [{"data": {"image/png": "AAAA"}}]}]}', ["# A\nb\n\n1 + 1"]),
         ("x.mbox", MAIL + b"\n" + MAIL.replace(b"text/html", b"text/plain").replace(b"<p>", b">From "), ["Grüße\n\ncafé", "Grüße\n\nFrom café"]),
         ("x.srt", SUBTITLES.encode(), ["One\ntwo\nthree"]),
@@ -292,37 +284,7 @@ SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One<
     ],
 )  # fmt: skip
 def test_other_formats_become_their_text(name: str, data: bytes, expected: list[str]) -> None:
-    if name[2:] in ("rtf", "odt", "fb2", "tex", "org", "rst"):
-        pytest.importorskip("pypandoc")
     assert reading.read(name, data) == expected
-
-
-@pytest.mark.parametrize(
-    ("script", "message"),
-    [
-        ("sleep 60", "x.rst takes pandoc more than 1 s"),
-        ("exit 3", "x.rst cannot be read by pandoc: it ended with status 3"),
-        ("kill -9 $$", "x.rst cannot be read by pandoc: it ended with status -9"),
-        ("head -c 9000000 /dev/zero | tr '\\0' a", "x.rst has more than 1,000 characters"),
-        (None, "x.rst needs the package pypandoc_binary"),
-    ],
-)
-@pytest.mark.skipif(sys.platform == "win32", reason="needs a shell")
-def test_a_pandoc_that_fails_ends_in_a_line(
-    script: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if script is not None:
-        (tmp_path / "pandoc").write_text(f"#!/bin/sh\n{script}\n")
-        (tmp_path / "pandoc").chmod(0o755)
-    monkeypatch.setattr(program, "find_spec", lambda name: None)
-    monkeypatch.setattr(program.shutil, "which", lambda name: str(tmp_path / "pandoc") if script else None)
-    monkeypatch.setattr(program.Text, "longest", 1000)
-    request = {"kind": "rst", "encoding": "utf-8", "errors": "strict"}
-    reply, _ = program.answer(request, io.BytesIO(b"a"), 1)
-    monkeypatch.setattr(extract, "_receive", lambda process: (reply, b""))
-    with pytest.raises(UserError, match=message) as error:
-        read("x.rst", b"a")
-    assert error.value.hint
 
 
 def test_pdf_columns_that_are_drawn_row_by_row_do_not_interleave() -> None:
@@ -428,8 +390,8 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "zip called epub": ("x.epub", archive({"a": "b"}), "x.epub is damaged: it has no META-INF/container.xml"),
     "docx in a docx": ("x.docx", docx("<w:altChunk r:id='r9'/>"), "x.docx has another document in it"),
     "Word 97": ("x.doc", OLE, "x.doc: gpt does not read .doc files"),
+    "LaTeX": ("x.tex", b"text", "x.tex: gpt does not read .tex files"),
     "chat of something else": ("_chat.txt", b"text", "_chat.txt is not an export of WhatsApp"),
-    "entities in fb2": ("x.fb2", b"<!DOCTYPE a [<!ENTITY a 'b'>]><FictionBook>&a;</FictionBook>", "x.fb2 (cannot be read by pandoc|has no text)"),
     "encrypted docx": ("x.docx", OLE, "x.docx is encrypted, or a .doc"),
     "docx cut": ("x.docx", docx(paragraph("a" * 999))[:-9], "x.docx is not a DOCX, or is cut off"),
     "docx of no xml": ("x.docx", docx("<w:p>"), "x.docx is damaged: mismatched tag"),
@@ -531,7 +493,8 @@ def test_documents_in_folders_and_archives(workdir: Path) -> None:
     found = [chunk.text for source in find(["notes"]) for chunk in reader.documents(source)]
     assert found == ["one", "two", "three", "<p>"]
     Path("notes/f.doc").touch()
+    Path("notes/g.rst").write_text("text")
     notes: list[str] = []
     assert len(find(["notes"], Skipped(note=notes.append))) == 2
-    assert notes == ["skipped files that gpt does not read: 1: notes/f.doc"]
+    assert notes == ["skipped files that gpt does not read: 2: notes/f.doc, notes/g.rst"]
     assert not is_plain(*find(["notes/f.doc"]))  # Its size says nothing of its text.
