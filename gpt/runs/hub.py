@@ -16,7 +16,7 @@ CONFIG = ["config.json", "adapter_config.json"]  # configurations of a model and
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
+    "chat_template.jinja", "adapter_model.safetensors",
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
     "README.md",  # contains the license
 ]  # fmt: skip

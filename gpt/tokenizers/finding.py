@@ -41,7 +41,7 @@ def _read_path(path: Path, word: str) -> Tokenizer:
         if tokenizer is None:
             raise UserError(
                 f"the folder {path} contains no tokenizer",
-                f"a tokenizer is {RANKS} with gpt.json, tokenizer.json, or vocab.json and merges.txt",
+                f"a tokenizer is {RANKS} with gpt.json, or tokenizer.json",
             )
         return tokenizer
     if path.exists():

@@ -280,13 +280,8 @@ def test_every_path_to_a_tokenizer_is_found(tmp_path: Path, trained: tokenizer.T
         (tmp_path / name / "gpt.json").rename(tmp_path / name / "manifest.json")
         (tmp_path / name / "tokenizer.json").unlink()
     saving.save_tokenizer(tokenizer.bytes_tokenizer(), tmp_path / "other" / "step-000001")
-    model = json.loads((tmp_path / "own" / "tokenizer.json").read_text())["model"]
-    (tmp_path / "vocab").mkdir()
-    shutil.copy(tmp_path / "own" / "tokenizer_config.json", tmp_path / "vocab")
-    (tmp_path / "vocab" / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "vocab" / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]))
     files = ("own/tokenizer.tiktoken", "own/tokenizer.json")
-    for name in ("own", "manifest", "run", "run/tokens", "other", "vocab", *files):
+    for name in ("own", "manifest", "run", "run/tokens", "other", *files):
         assert finding.find_tokenizer(str(tmp_path / name)).fingerprint == trained.fingerprint, name
 
 

@@ -321,22 +321,13 @@ def test_show_prints_start_and_end_tokens(folders: dict[str, Path], load_both: L
 # Errors
 
 
-def test_sentencepiece_file_is_an_error_with_a_hint(gpt: Gpt, workdir: Path) -> None:
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_older_files_are_an_error_with_a_hint(name: str, gpt: Gpt, workdir: Path) -> None:
     Path("folder").mkdir()
-    Path("folder/tokenizer.model").write_bytes(b"\n")
+    Path("folder", name).write_bytes(b"{}")
     result = gpt("tokenizer", "show", "folder")
-    one_line_of_what_and_what_next(result, "has only a tokenizer.model")
+    one_line_of_what_and_what_next(result, f"has only a {name}")
     assert "save_pretrained" in result.err
-
-
-def test_vocab_and_merges_of_another_family_are_an_error(folders: dict[str, Path], tmp_path: Path) -> None:
-    model = json.loads((folders["gpt2"] / "tokenizer.json").read_text(encoding="utf-8"))["model"]
-    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"] | {"<|endoftext|>": 900}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "\n".join(" ".join(pair) for pair in model["merges"]))
-    assert finding.find_tokenizer(str(tmp_path)).eot == 900
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
-    with pytest.raises(UserError, match="do not specify how Qwen2Tokenizer splits text into words"):
-        finding.find_tokenizer(str(tmp_path))
 
 
 @pytest.mark.parametrize(
