@@ -38,7 +38,7 @@ def hf_tokenizer(trained: tokenizer.Tokenizer) -> HFTokenizer:
     return HFTokenizer.from_str(json.dumps(saving.to_tokenizer_json(trained)))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100, deadline=None)
 @given(text=st.sampled_from(HARD) | st.text(max_size=60))
 def test_round_trip_and_parity_on_any_text(text: str, trained: tokenizer.Tokenizer, hf_tokenizer: HFTokenizer) -> None:
     for tested_tokenizer in (trained, tokenizer.bytes_tokenizer()):
@@ -54,12 +54,13 @@ def test_gpt2_ids_equal_tiktoken_and_transformers(monkeypatch: pytest.MonkeyPatc
     bpe = importing.gpt2_tokenizer()
     assert (bpe.vocab_size, bpe.eot) == (50_257, 50_256)
     reference = tiktoken.get_encoding("r50k_base")
-    hf_tokenizer = HFTokenizer.from_str(json.dumps(saving.to_tokenizer_json(bpe)))
+    values = saving.to_tokenizer_json(bpe)
+    assert len(values["model"]["merges"]) == 50_000
+    hf_tokenizer = HFTokenizer.from_str(json.dumps(values))
     for text in [*HARD, make_text(500), (SHARED / "data" / "tinyshakespeare.txt").read_text()[:100_000]]:
         assert bpe.encode(text).tolist() == reference.encode_ordinary(text)
         if "<|endoftext|>" not in text:
             assert hf_tokenizer.encode(text).ids == bpe.encode(text).tolist()
-    assert len(saving.merging_pairs(bpe.backend.ranks)) == 50_000
 
 
 def test_vocabulary_too_large_for_the_text_is_an_error() -> None:
@@ -171,7 +172,7 @@ def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
     return bpe, HFTokenizer.from_str(json.dumps(saving.to_tokenizer_json(bpe)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=50) | st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40))
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_other_patterns_match_the_library(name: str, text: str) -> None:
