@@ -285,9 +285,7 @@ def _read_decoder(values: Mapping[str, Any]) -> list[Step]:
         elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
             result.append(("Replace", step["pattern"]["String"], step["content"]))
         elif kind not in ("Fuse", "Strip"):  # Strip only removes a space before the whole text.
-            raise UserError(
-                f"the tokenizer's decoder {json.dumps(step)[:120]} is not supported", "use another --tokenizer"
-            )
+            raise UserError(f"the decoder {json.dumps(step)[:120]} is not supported", "use another --tokenizer")
     return result
 
 
