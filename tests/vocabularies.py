@@ -154,38 +154,8 @@ def unigram() -> tuple[Tokenizer, dict[str, Any]]:
     return tokenizer, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>"}
 
 
-def wordpiece() -> tuple[Tokenizer, dict[str, Any]]:
-    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.decoder = decoders.WordPiece()
-    return _train_on_words(tokenizer, trainers.WordPieceTrainer)
-
-
-def spaced() -> tuple[Tokenizer, dict[str, Any]]:
-    """Returns a tokenizer without a decoder, so the library puts a space between all tokens."""
-    tokenizer = Tokenizer(models.BPE(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    return _train_on_words(tokenizer, trainers.BpeTrainer)
-
-
-def words() -> tuple[Tokenizer, dict[str, Any]]:
-    tokenizer = Tokenizer(models.WordLevel(unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return _train_on_words(tokenizer, trainers.WordLevelTrainer)
-
-
-def _train_on_words(tokenizer: Tokenizer, trainer: Callable[..., Any]) -> tuple[Tokenizer, dict[str, Any]]:
-    specials = ["[UNK]", "<|endoftext|>"]
-    tokenizer.train_from_iterator(_texts(), trainer(vocab_size=500, special_tokens=specials, show_progress=False))
-    tokenizer.add_tokens([AddedToken("<think>", normalized=False, special=False)])
-    return tokenizer, {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "unk_token": "[UNK]"
-    }  # fmt: skip
-
-
 FORMS: dict[str, Callable[[], tuple[Tokenizer, dict[str, Any]]]] = {
-    each.__name__: each
-    for each in (gpt2, llama3, qwen, smollm2, gaps, llama2, mistral, unigram, wordpiece, spaced, words)
+    each.__name__: each for each in (gpt2, llama3, qwen, smollm2, gaps, llama2, mistral, unigram)
 }
 MODEL_TYPES = {"gpt2": "gpt2", "qwen": "qwen3", "mistral": "mistral"}
 

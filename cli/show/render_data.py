@@ -123,11 +123,8 @@ def vocabulary(tokenizer: "Tokenizer", longest: int) -> None:
     """Prints a vocabulary."""
     from gpt.corpus import vocabulary
 
-    lengths, tokens = vocabulary.lengths(tokenizer), vocabulary.find_longest(tokenizer, longest)
-    counts = ["tokens", *(f"{count:,}" for count in lengths.values())]
-    columns = ("Bytes per token", *(f">{column}" for column in lengths))
-    render.show(_facts_table(tokenizer), render.table(*columns, rows=[counts]))
-    if tokens:
+    render.show(_facts_table(tokenizer))
+    if tokens := vocabulary.find_longest(tokenizer, longest):
         rows = ((f"{id}", f"{len(token):,}", f'"{vocabulary.to_printable(token)}"') for id, token in tokens)
         render.show(render.table(">id", ">bytes", "Longest", rows=rows))
 

@@ -18,7 +18,7 @@ from typing import Any
 from gpt.system.child import end_program, start_program
 from gpt.system.errors import UserError
 from gpt.tokenizers.importing import content
-from gpt.tokenizers.saving import SPECIAL_TOKENS, TOKENIZER_CONFIG, add_specials
+from gpt.tokenizers.saving import SPECIAL_TOKENS, TOKENIZER_CONFIG, TOKENIZER_JSON, add_specials
 from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer
 
 PROGRAM = Path(__file__).with_name("template_process.py")
@@ -263,7 +263,7 @@ def special_words(tokenizer: Tokenizer) -> dict[str, str]:
         for name, value in json.loads(tokenizer.files.get(file, b"{}")).items():
             if name.endswith("_token") and (word := content(value)):
                 words[name] = word
-    if not tokenizer.keeps_files:  # Same values as in the tokenizer_config.json that gpt writes.
+    if TOKENIZER_JSON not in tokenizer.files:  # Same values as in the tokenizer_config.json that gpt writes.
         words |= dict.fromkeys(("bos_token", "unk_token"), tokenizer.eot_token)
     return words
 

@@ -188,17 +188,22 @@ def _read_manifest(path: Path) -> tuple[dict[str, Any], list[ShardRecord]]:
 
 
 def _check_manifest(manifest: Mapping[str, Any], shards: Sequence[ShardRecord]) -> None:
-    _require(manifest["split"]["by"] in ("hash", "end", "text", "nothing"))
-    _require(isinstance(manifest["asked"], dict))
-    _require(isinstance(manifest["reading"], dict))
-    _require(isinstance(manifest["tokenizer"]["fingerprint"], str))
-    _require(all(isinstance(text, str) for text in manifest["texts"]))
+    """Raises ValueError, or the error of a missing key, if the manifest does not agree with itself."""
     counts = [manifest["sources"]["count"], *(manifest[key] for key in ("documents", "bytes", *COUNTS))]
-    _require(all(type(count) is int and count >= 0 for count in counts))
-    _require(len({record.file for record in shards}) == len(shards))
-    _require(all(re.fullmatch(rf"{record.side}-[0-9-]+\.ids", record.file) for record in shards))
-    _require(manifest["tokens"] == sum(record.tokens for record in shards))
-    _require(all(manifest[side] == _totals(shards, side) for side in SIDES))
+    agrees = [
+        manifest["split"]["by"] in ("hash", "end", "text", "nothing"),
+        isinstance(manifest["asked"], dict),
+        isinstance(manifest["reading"], dict),
+        isinstance(manifest["tokenizer"]["fingerprint"], str),
+        all(isinstance(text, str) for text in manifest["texts"]),
+        all(type(count) is int and count >= 0 for count in counts),
+        len({record.file for record in shards}) == len(shards),
+        all(re.fullmatch(rf"{record.side}-[0-9-]+\.ids", record.file) for record in shards),
+        manifest["tokens"] == sum(record.tokens for record in shards),
+        all(manifest[side] == _totals(shards, side) for side in SIDES),
+    ]
+    if not all(agrees):
+        raise ValueError
 
 
 def read_sources(path: Path) -> Iterator[SourceRecord]:
@@ -243,16 +248,7 @@ def write_manifest(
 
 def _totals(shards: Sequence[ShardRecord], side: Side) -> dict[str, int]:
     records = [record for record in shards if record.side == side]
-    totals: dict[str, int] = {}
-    for key in ("documents", "bytes", "tokens"):
-        totals[key] = sum(getattr(record, key) for record in records)
-    return totals
+    return {key: sum(getattr(record, key) for record in records) for key in ("documents", "bytes", "tokens")}
 
 
 COUNTS = ("replaced", "skipped", "cut_pieces", "end_of_text_in_text")
-
-
-def _require(condition: bool) -> None:
-    """Raises ValueError unless ``condition``. ``python -O`` would remove an assert."""
-    if not condition:
-        raise ValueError

@@ -7,8 +7,6 @@ source again and encodes what is missing.
 
 import contextlib
 import hashlib
-import os
-import shutil
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -27,9 +25,10 @@ from gpt.corpus.token_folder import SourceRecord, TokenFolder
 from gpt.corpus.unfinished_folder import Batch, Group
 from gpt.corpus.vocabulary import tokenizer_for
 from gpt.documents.documents import Chunk, Reader, Skipped, utf8_size
+from gpt.documents.download import check_space
 from gpt.documents.sources import MANIFEST
 from gpt.documents.unpack import Source
-from gpt.system.errors import Interrupted, UserError, WorkError
+from gpt.system.errors import Interrupted, UserError
 from gpt.system.files import check_new, reading
 from gpt.system.interrupt import Stopped, StopSignal
 from gpt.system.peaks import cores
@@ -135,7 +134,6 @@ def _encode_batches(tokenizer: Tokenizer, batches: Iterable[Batch], jobs: int) -
     pool = ThreadPoolExecutor(jobs)
     with contextlib.ExitStack() as stack:
         stack.callback(pool.shutdown, cancel_futures=True)
-        stack.enter_context(_single_threaded_library())
         try:
             for batch in batches:
                 pending.append((batch, pool.submit(encode, tokenizer, batch)))
@@ -144,20 +142,6 @@ def _encode_batches(tokenizer: Tokenizer, batches: Iterable[Batch], jobs: int) -
             yield from yield_finished(0)
             raise
         yield from yield_finished(0)
-
-
-@contextlib.contextmanager
-def _single_threaded_library() -> Iterator[None]:
-    """Keeps the tokenizers library from using all cores in each calling thread."""
-    name = "TOKENIZERS_PARALLELISM"
-    old_value = os.environ.get(name)
-    os.environ[name] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if old_value is not None:
-            os.environ[name] = old_value
 
 
 def tokenize_texts(
@@ -213,7 +197,7 @@ def tokenize(
         stack.enter_context(contextlib.closing(stream))
         first_batches = list(islice(stream, 1))
         if not is_resumed:
-            _check_disk_space(corpus, first_batches, out, listen)
+            check_space(out, _estimate_size(corpus, first_batches), "choose another path with --out")
             unfinished_folder.begin(out, about, corpus, tokenizer_files(tokenizer))
             stack.enter_context(unfinished_folder.locked(out))
         writer = unfinished_folder.ShardWriter(out, tokenizer.vocab_size, groups)
@@ -239,17 +223,8 @@ def _interruptible(out: Path, groups: Sequence[Group]) -> Iterator[StopSignal]:
             raise Interrupted(stop.signum, f"interrupted; {summary}: continue with --resume") from None
 
 
-def _check_disk_space(corpus: Corpus, first_batches: Sequence[Batch], out: Path, listen: Listener) -> None:
-    """Estimates the size of the tokens from the first batch. Raises `WorkError` if the disk has less free space."""
+def _estimate_size(corpus: Corpus, first_batches: Sequence[Batch]) -> int:
+    """Returns the size of the tokens in bytes, estimated from the first batch."""
     size = sum(batch.bytes.total() for batch in first_batches)
     encoded_size = sum(ids.nbytes for batch in first_batches for ids in batch.ids.values())
-    needed = round(corpus.survey.bytes * encoded_size / max(1, size))
-    parent = next(folder for folder in [out, *out.absolute().parents] if folder.exists())
-    free = shutil.disk_usage(parent).free
-    if needed > free:
-        raise WorkError(
-            f"the tokens need about {needed / 1e6:,.0f} MB, but only {free / 1e6:,.0f} MB are free at {parent}",
-            "free up space, or choose another path with --out",
-        )
-    if needed > 100_000_000:
-        listen(events.Note(f"about {needed / 1e6:,.0f} MB of tokens; {free / 1e6:,.0f} MB are free at {parent}"))
+    return round(corpus.survey.bytes * encoded_size / max(1, size))

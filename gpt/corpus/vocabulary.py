@@ -60,20 +60,6 @@ def make_tokenizer(
     return train_tokenizer_up_to(texts, min(max_vocab_size, auto_vocab_size(n_bytes)), specials)
 
 
-_BINS = ((1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, None))  # Lower and upper bound of bytes per token.
-
-
-def lengths(tokenizer: Tokenizer) -> dict[str, int]:
-    """Returns the number of tokens by size in bytes, without special tokens."""
-    sizes = [len(token) for token in tokenizer.backend.pieces.values()]
-    return {
-        f"{low}+" if high is None else f"{low}–{high}" if high > low else f"{low}": sum(
-            low <= size and (high is None or size <= high) for size in sizes
-        )
-        for low, high in _BINS
-    }
-
-
 def find_longest(tokenizer: Tokenizer, count: int) -> list[tuple[int, bytes]]:
     """Returns ids and bytes of the longest tokens, sorted by length, then by id."""
     return sorted(tokenizer.backend.pieces.items(), key=lambda item: (-len(item[1]), item[0]))[:count]

@@ -6,9 +6,8 @@ file, each after a line with its size; a size of 0 ends the file. The program an
 "replaced"}`` and that many bytes of UTF-8, or with a line ``{"error", "hint"}`` or ``{"missing"}``. An answer that
 takes longer than ``seconds``, plus one per ``rate`` bytes, ends the process.
 
-EPUB and DOCX files become HTML, and so does what pandoc reads; one function makes text of HTML. Blank lines separate
-paragraphs and headings, line breaks separate list items and table rows, and tabs separate cells. The program imports
-nothing from gpt.
+EPUB and DOCX files become HTML; one function makes text of HTML. Blank lines separate paragraphs and headings, line
+breaks separate list items and table rows, and tabs separate cells. The program imports nothing from gpt.
 """
 
 import codecs
@@ -20,19 +19,15 @@ import math
 import os
 import posixpath
 import re
-import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import unicodedata
 import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from html import escape
-from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import IO, Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
@@ -584,30 +579,6 @@ def read_subtitles(file: io.BytesIO, encoding: str, errors: str) -> str:
     return "\n".join(filter(None, lines))
 
 
-_MESSAGE = re.compile(
-    r"\u200e?\[?\d{1,4}[./-]\d{1,2}[./-]\d{2,4},? \d{1,2}[:.]\d\d([:.]\d\d)?(\s?[aApP]\.?\s?[mM]\.?)?(\]| -) "
-    r"(?P<text>.*)"
-)  # fmt: skip
-_MEDIA = re.compile(
-    r"<[^<>]* (omitted|weggelassen|omis|omitido|omesso|ausgeschlossen)>|<attached: [^<>]*>"
-    "|\u200e?(image|video|audio|sticker|GIF|document|Contact card) omitted|[\u200e\u200f]"
-)
-
-
-def read_chat_export(file: io.BytesIO, encoding: str, errors: str) -> str:
-    """Returns the messages of a chat that WhatsApp exported, as "Name: text", without times, media and notices."""
-    messages: list[str] = []
-    for line in decode(file.getvalue(), encoding, errors, is_html=False).split("\n"):
-        if (match := _MESSAGE.match(line)) is not None:
-            messages.append(match["text"])
-        elif messages:
-            messages[-1] += "\n" + line
-        else:
-            raise Unreadable("is not an export of WhatsApp", _RENAME)
-    texts = (_MEDIA.sub("", message).strip() for message in messages)
-    return "\n".join(text for text in texts if ": " in text)
-
-
 def read_notebook(file: io.BytesIO, encoding: str, errors: str) -> str:
     """Returns the cells of a Jupyter notebook, without their output."""
     notebook = json.loads(file.getvalue())
@@ -632,83 +603,17 @@ def read_mail(file: io.BytesIO, encoding: str, errors: str) -> str:
     return f"{mail['subject'] or ''}\n\n{text}".strip().replace("\r\n", "\n")
 
 
-PANDOC_FORMATS = ("fb2", "latex", "odt", "org", "rst", "rtf")
-_HEAP = "-M512m"  # Pandoc's own limit, because its runtime reserves addresses freely.
-_RTF_TOKEN = re.compile(rb"\\f(\d{1,5})(?!\d)|(\\u-?\d+ ?)?((?:\\'[0-9a-fA-F]{2})+)")
-# Windows' code page of each character set that an RTF file gives to its fonts.
-_CHARSETS = {128: 932, 129: 949, 134: 936, 136: 950, 161: 1253, 162: 1254, 163: 1258, 177: 1255, 178: 1256, 186: 1257,
-             204: 1251, 222: 874, 238: 1250}  # fmt: skip
-
-
-def _rtf_as_unicode(data: bytes) -> bytes:
-    """Writes the characters of an RTF file as Unicode, because pandoc reads them all as Windows-1252."""
-    page = int(match[1]) if (match := re.search(rb"\\ansicpg(\d{1,5})", data)) else 1252
-    fonts = dict(re.findall(rb"\{\\f(\d{1,5})[^{};]{0,200}\\fcharset(\d{1,3})", data))
-    pages = {font: _CHARSETS.get(int(charset), page) for font, charset in fonts.items()}
-    current = page
-
-    def convert(match: re.Match[bytes]) -> bytes:
-        nonlocal current
-        if match[1]:
-            current = pages.get(match[1], page)
-        if match[1] or match[2]:  # After a Unicode character come bytes for old readers.
-            return match[0]
-        text = bytes.fromhex(match[3].decode().replace("\\'", "")).decode(f"cp{current}", "replace")
-        units = memoryview(text.encode("utf-16-le")).cast("h")
-        return b"".join(b"\\u%d\\'3f" % unit for unit in units)
-
-    return re.sub(rb"\\ansicpg\d+", rb"\\ansicpg1252", _RTF_TOKEN.sub(convert, data))
-
-
-_DOCTEST = re.compile(rb"(?m)(?<=^\n)>>> .*(?:\n.+)*")  # Pandoc takes it for a paragraph.
-
-
-def _find_pandoc() -> str:
-    package = find_spec("pypandoc")
-    name = "pandoc.exe" if sys.platform == "win32" else "pandoc"
-    for folder in (package.submodule_search_locations or ()) if package is not None else ():
-        if (path := Path(folder, "files", name)).is_file():
-            return str(path)
-    if (found := shutil.which("pandoc")) is None:
-        raise ImportError(name="pypandoc_binary")
-    return found
-
-
-def read_by_pandoc(kind: str, data: bytes, seconds: float) -> str:
-    """Returns the text of a document that pandoc reads, without access to other files."""
-    program = _find_pandoc()
-    if kind == "rst":
-        data = _DOCTEST.sub(lambda match: b"::\n\n " + match[0].replace(b"\n", b"\n "), data)
-    command = [program, "+RTS", _HEAP, "-RTS", "--sandbox", f"--from={kind}", "--to=html", "--mathml", "--wrap=none"]
-    try:
-        done = subprocess.run(
-            command, input=_rtf_as_unicode(data) if kind == "rtf" else data, capture_output=True, timeout=seconds
-        )
-    except subprocess.TimeoutExpired:
-        raise Unreadable(f"takes pandoc more than {seconds} s", "split it, or skip it with --skip-bad") from None
-    except OSError as error:
-        raise Unreadable(f"cannot be read: {program}: {error.strerror}", "install pypandoc_binary again") from None
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").splitlines()
-        reason = " ".join(line.strip() for line in lines if not line.startswith("[WARNING]"))[:200]
-        raise Unreadable(f"cannot be read by pandoc: {reason or f'it ended with status {done.returncode}'}")
-    return page_text(done.stdout.decode(errors="replace"))
-
-
 _READERS = {
     "html": read_html, "xhtml": read_xhtml, "epub": read_epub, "docx": read_docx, "pdf": read_pdf, "mail": read_mail,
-    "subtitles": read_subtitles, "chat": read_chat_export, "notebook": read_notebook,
+    "subtitles": read_subtitles, "notebook": read_notebook,
 }  # fmt: skip
 
 
-def answer(request: dict[str, Any], file: io.BytesIO, seconds: float = 60) -> tuple[dict[str, Any], bytes]:
+def answer(request: dict[str, Any], file: io.BytesIO) -> tuple[dict[str, Any], bytes]:
     """Returns the answer to a request, and the text."""
     _replaced["bytes"] = 0
     try:
-        if request["kind"] in PANDOC_FORMATS:
-            text = read_by_pandoc(request["kind"], file.getvalue(), seconds).encode(errors="replace")
-        else:
-            text = _READERS[request["kind"]](file, request["encoding"], request["errors"]).encode(errors="replace")
+        text = _READERS[request["kind"]](file, request["encoding"], request["errors"]).encode(errors="replace")
         if not text.strip():
             raise Unreadable("has no text", "skip it with --skip-bad")
         return {"size": len(text), "replaced": _replaced["bytes"]}, text
@@ -739,8 +644,8 @@ def serve(requests: IO[bytes], out: IO[bytes]) -> None:
                 file.write(requests.read(size))
             seconds = settings["seconds"] + file.tell() // settings["rate"]
             # A C thread that does not need the GIL ends the process after the time limit.
-            faulthandler.dump_traceback_later(seconds + 1, exit=True, file=devnull)
-            reply, text = answer(request, file, seconds)
+            faulthandler.dump_traceback_later(seconds, exit=True, file=devnull)
+            reply, text = answer(request, file)
             faulthandler.cancel_dump_traceback_later()
             out.write(json.dumps(reply).encode() + b"\n" + text)
             out.flush()

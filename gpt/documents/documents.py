@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gpt.config.text import ReadConfig
 from gpt.documents import formats
-from gpt.documents.extract import Extractor, document_kind
+from gpt.documents.extract import KINDS, Extractor
 from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text_form
 from gpt.documents.unpack import (
     MEMBERS,
@@ -121,6 +121,9 @@ MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 UNSUPPORTED = {
     ".doc": "save it as .docx (LibreOffice)",
     **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
+    **dict.fromkeys(
+        (".fb2", ".odt", ".org", ".rst", ".rtf", ".tex"), "convert it: pandoc FILE -t plain --wrap=none -o FILE.txt"
+    ),
 }
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
@@ -143,14 +146,13 @@ class Reader:
             raise UserError("--split-on contains a line break", "give a single line without the line break")
         self.config = config
         self._encoding = TextEncoding(config.encoding, config.errors)
-        self._utf8 = TextEncoding("utf-8", config.errors)  # For formats that are always UTF-8.
         self.skipped = skipped or Skipped(config.skip_bad)
         self._extractor = Extractor()
 
     @property
     def replaced(self) -> int:
         """How many U+FFFD characters replaced invalid bytes."""
-        return self._encoding.replaced + self._utf8.replaced
+        return self._encoding.replaced
 
     def documents(self, source: Source, on_bytes: OnBytes = lambda size: None) -> Iterator[Chunk]:
         """Yields the documents of a source in nonempty chunks. A record's text is the string at ``--field``.
@@ -208,9 +210,9 @@ class Reader:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
                 yield from _cut(texts)
-        elif (kind := document_kind(file.kind)) is not None:
+        elif ending in KINDS:
             with contextlib.closing(file.open()) as stream:
-                text, replaced = self._extractor.extract(file.name, kind, stream, self.config)
+                text, replaced = self._extractor.extract(file.name, KINDS[ending], stream, self.config)
             self._encoding.replaced += replaced
             yield from _cut([text])
         elif self.config.skip_bad:
@@ -219,10 +221,9 @@ class Reader:
             yield from (chunk for chunk in self._read_plain(file) if chunk is not None)
 
     def _read_records(self, form: RecordForm[Value], file: PackedFile, ending: str) -> Iterator[Value]:
-        encoding = self._utf8 if ending == ".parquet" else self._encoding
         with open_seekable(file) if ending == ".parquet" else contextlib.closing(file.open()) as stream:
             record_type = RECORD_FORMATS.get(ending, formats.JSONLines)
-            yield from record_type(file.name, stream, form, encoding, self.skipped.add).values()
+            yield from record_type(file.name, stream, form, self._encoding, self.skipped.add).values()
 
     def _read_plain(self, file: PackedFile) -> Iterator[Chunk | None]:
         """Yields the chunks of plain-text documents, and None after each complete document."""
@@ -272,8 +273,7 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    known = {*UNPACK, *RECORD_FORMATS, *MEMBERS, *UNSUPPORTED}
-    return ending not in known and document_kind(_normalize_name(source.name)) is None
+    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS, *UNSUPPORTED, *KINDS}
 
 
 def has_records(source: Source) -> bool:

@@ -3,13 +3,11 @@
 import contextlib
 import http.client
 import os
-import re
 import shutil
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from filelock import FileLock
@@ -22,7 +20,7 @@ OnBytes = Callable[[int, int | None], None]  # Called with downloaded bytes, and
 
 TIMEOUT = 60.0  # Maximum seconds without data.
 BLOCK = 2**17  # Bytes per read.
-_HUB_FILE = re.compile(r"https://huggingface\.co/datasets/([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
+_HUB = "https://huggingface.co"
 
 
 def ignore(done: int, total: int | None) -> None:
@@ -34,8 +32,8 @@ def fetch(
 ) -> Path:
     """Downloads ``url`` to ``target``, unless a file of the published size exists. Returns ``target``.
 
-    An interrupted download from the Hugging Face Hub resumes. Other processes wait for the download. Raises `WorkError`
-    without a network or disk space, or for a wrong size or sha256.
+    Other processes wait for the download. Raises `WorkError` without a network or disk space, or for a wrong size or
+    sha256.
     """
     if has_published_size(target, size):
         return target
@@ -45,10 +43,7 @@ def fetch(
         with FileLock(target.with_name(f".{target.name}.lock")):
             if not has_published_size(target, size):
                 on_bytes(0, size)
-                if match := _HUB_FILE.fullmatch(url):
-                    _download_from_hub(match[1], match[2], match[3], part, on_bytes, size)
-                else:
-                    _download(url, part, on_bytes, size)
+                _download(url, part, on_bytes, size)
                 _verify(part, sha256, size)
                 os.replace(part, target)
                 sync_folder(target.parent)
@@ -60,14 +55,12 @@ def has_published_size(target: Path, size: int | None) -> bool:
     return target.exists() and size in (None, target.stat().st_size)
 
 
-def check_space(folder: Path, needed: int) -> None:
+def check_space(folder: Path, needed: int, way_out: str = "set GPT_CACHE_DIR to a folder on another disk") -> None:
     """Raises `WorkError` if the disk of ``folder`` (which need not exist) has less than ``needed`` free bytes."""
     free = shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if path.exists())).free
     if needed > free:
-        raise WorkError(
-            f"not enough space for {needed:,} bytes in {folder}: {free:,} are free",
-            "free up space, or set GPT_CACHE_DIR to a folder on another disk",
-        )
+        message = f"not enough space for {needed:,} bytes in {folder}: {free:,} are free"
+        raise WorkError(message, f"free up space, or {way_out}")
 
 
 class _BadDownload(Exception):
@@ -83,6 +76,8 @@ def _verify(part: Path, sha256: str | None, size: int | None) -> None:
 
 
 def _download(url: str, part: Path, on_bytes: OnBytes, size: int | None) -> None:
+    if url.startswith(_HUB):
+        url = os.environ.get("HF_ENDPOINT", _HUB).rstrip("/") + url.removeprefix(_HUB)
     request = urllib.request.Request(url, headers={"User-Agent": "gpt", "Accept-Encoding": "identity"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response, part.open("wb") as file:
         if urlsplit(response.url).scheme not in ("https", urlsplit(url).scheme):
@@ -100,33 +95,6 @@ def _download(url: str, part: Path, on_bytes: OnBytes, size: int | None) -> None
             raise _BadDownload(f"was cut after {done:,} of {size:,} bytes")
         file.flush()
         os.fsync(file.fileno())
-
-
-def _download_from_hub(name: str, revision: str, path: str, part: Path, on_bytes: OnBytes, size: int | None) -> None:
-    import huggingface_hub as hub  # A slow import.
-    from huggingface_hub.utils.tqdm import tqdm
-
-    class Bar(tqdm):
-        """Passes the progress on, and prints nothing."""
-
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options | {"disable": True})  # type: ignore[no-untyped-call]
-            self.done = int(options.get("initial") or 0)
-
-        def update(self, n: float | None = 1) -> bool | None:
-            self.done += int(n or 0)
-            on_bytes(self.done, size)
-            return None
-
-    folder = part.with_name(f"{part.name}s")  # The library keeps what it has of an interrupted download there.
-    try:
-        file = hub.hf_hub_download(name, path, repo_type="dataset", revision=revision, local_dir=folder, tqdm_class=Bar)
-    except Exception as error:  # The connection and the server raise many types of errors.
-        if isinstance(error, OSError) and error.errno:
-            raise
-        raise _BadDownload(f"cannot be downloaded: {reason(error)}") from None
-    os.replace(file, part)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

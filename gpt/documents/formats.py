@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -18,31 +17,6 @@ from gpt.system.errors import UserError, WorkError
 from gpt.system.words import counted
 
 BLOCK = 2**18  # Bytes. Larger blocks are slower, because each needs new memory from the system.
-
-
-class _DecodingErrors(threading.local):
-    """Decoding errors of this thread, recorded by the error handlers below."""
-
-    replaced = 0  # A separate count, because the text itself can contain U+FFFD.
-    error: UnicodeDecodeError | None = None
-
-
-_decoding_errors = _DecodingErrors()
-
-
-def _count_and_replace(error: UnicodeError) -> tuple[str | bytes, int]:
-    _decoding_errors.replaced += 1
-    return codecs.replace_errors(error)
-
-
-def _stop_at_error(error: UnicodeError) -> tuple[str, int]:
-    assert isinstance(error, UnicodeDecodeError)
-    _decoding_errors.error = error
-    return "", len(error.object)
-
-
-codecs.register_error("gpt.replace", _count_and_replace)
-codecs.register_error("gpt.stop", _stop_at_error)
 
 
 _WIDE_BOMS = {  # UTF-32 must be first, because its little-endian mark starts with UTF-16's.
@@ -62,7 +36,7 @@ class TextEncoding:
         except UnicodeError:
             pass  # In this encoding, a character has more than one byte.
         self.name = encoding
-        self.errors = "gpt.replace" if errors == "replace" else "strict"
+        self.errors = errors
         self.replaced = 0
         codec = codecs.lookup(encoding).name
         self.is_utf8 = codec == "utf-8"
@@ -70,23 +44,28 @@ class TextEncoding:
 
     def decode(self, data: bytes) -> str:
         """Decodes all of ``data``. Raises UnicodeDecodeError under "strict"."""
-        if self.errors == "strict":
-            return data.decode(self.name)
-        old_count = _decoding_errors.replaced
         text = data.decode(self.name, self.errors)
-        self.replaced += _decoding_errors.replaced - old_count
+        if self.errors == "replace":
+            self._count(text, data.decode(self.name, "ignore"))
         return text
+
+    def _count(self, text: str, known: str) -> None:
+        """Counts what was replaced in ``text``. ``known`` is the text without invalid bytes."""
+        self.replaced += text.count("\ufffd") - known.count("\ufffd")
 
     def blocks(self, name: str, stream: ByteStream) -> Iterator[str]:
         """Yields the text of a stream block by block, without its byte-order mark. Raises `UserError` at the first
         invalid byte."""
-        decoder = codecs.getincrementaldecoder(self.name)("gpt.stop" if self.errors == "strict" else self.errors)
+        new_decoder = codecs.getincrementaldecoder(self.name)
+        decoder, ignoring = new_decoder(self.errors), new_decoder("ignore")
         offset, line, at_start = 0, 1, True  # Position of the block's first byte.
         block = self._first_block(name, stream)
         while True:
             zero_at = -1 if self.is_wide else block.find(b"\0")
             known = block if zero_at < 0 else block[:zero_at]
             text, bad_byte = self._decode_block(name, decoder, known, final=not block)
+            if self.errors == "replace":
+                self._count(text, ignoring.decode(known, final=not block))
             if at_start and text:
                 text, at_start = text.removeprefix("\ufeff"), False
             text, zero, _ = text.partition("\0")
@@ -118,13 +97,15 @@ class TextEncoding:
     def _decode_block(
         self, name: str, decoder: codecs.IncrementalDecoder, block: bytes, final: bool
     ) -> tuple[str, UnicodeDecodeError | None]:
-        old_count, _decoding_errors.error = _decoding_errors.replaced, None
+        state = decoder.getstate()
         try:
-            text = decoder.decode(block, final)
+            return decoder.decode(block, final), None
+        except UnicodeDecodeError as error:
+            decoder.setstate(state)
+            earlier = len(error.object) - len(block)  # Bytes of a character that began in an earlier block.
+            return decoder.decode(block[: max(0, error.start - earlier)]), error
         except UnicodeError as error:  # UTF-16 without a byte-order mark.
             raise UserError(f"{name} is not {self.shown}: {reason(error)}", self.hint_for(b"")) from None
-        self.replaced += _decoding_errors.replaced - old_count
-        return text, _decoding_errors.error
 
     @property
     def shown(self) -> str:

@@ -33,7 +33,7 @@ from gpt.system.files import (
     write_pieces,
 )
 from gpt.system.gguf_header import is_gguf
-from gpt.tokenizers.finding import has_described_tokenizer, read_described_tokenizer, read_template
+from gpt.tokenizers.finding import described_file, read_described_tokenizer, read_template
 from gpt.tokenizers.importing import gpt2_tokenizer, read_gguf, read_transformers
 from gpt.tokenizers.saving import tokenizer_files
 from gpt.tokenizers.tokenizer import Tokenizer, describe
@@ -278,7 +278,7 @@ def _own_tokenizer(path: Path) -> Tokenizer | None:
     if is_gguf(path):
         return read_gguf(path)
     meta = read_json(path / folder.META) if (path / folder.META).is_file() else {}
-    if meta and has_described_tokenizer(path, meta.get("tokenizer")):
+    if meta and described_file(path, meta.get("tokenizer")).is_file():
         return read_described_tokenizer(path, meta.get("tokenizer"), str(path / folder.META))
     return read_transformers(path)
 

@@ -15,8 +15,9 @@ PREFIX = "hf:"
 CONFIG = ["config.json", "adapter_config.json"]  # configurations of a model and an adapter
 FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", "adapter_model.safetensors",
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "adapter_model.safetensors",
+    "vocab.json",  # refused if there is no tokenizer.json
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
     "README.md",  # contains the license
 ]  # fmt: skip

@@ -4,11 +4,12 @@
 """
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -123,11 +124,7 @@ class LibraryTokenizer:
     @cached_property
     def adds_space(self) -> bool:
         """Whether decoding adds a leading space to the text."""
-        has_spacing_decoder = any(kind in ("Join", "WordPiece") for kind, _, _ in self._decoder_steps)
-        return has_spacing_decoder or (
-            self._continuation_tokenizer is not self._tokenizer
-            and list(self.encode("a", {}, False, False)) != list(self.encode("a", {}, False, True))
-        )
+        return list(self.encode("a", {}, False, False)) != list(self.encode("a", {}, False, True))
 
     @cached_property
     def _decoder_steps(self) -> list[Step]:
@@ -181,15 +178,8 @@ class LibraryTokenizer:
         ]
 
     def _encode_batch(self, tokenizer: Any, texts: Sequence[str], encode_batch: Callable[..., list[Any]]) -> list[Any]:
-        size = sum(map(len, texts))
-
-        def work() -> list[Any]:
-            if self._is_risky or size > untrusted.MAX_UNTIMED_IF_LINEAR:
-                return encode_batch(texts, add_special_tokens=False)
-            # Avoids a batch call, after which the library prints a warning if the process forks.
-            return [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-
-        return _call_native(work, size, self._is_risky, "the tokenizer")
+        work = partial(encode_batch, texts, add_special_tokens=False)
+        return _call_native(work, sum(map(len, texts)), self._is_risky, "the tokenizer")
 
     @cached_property
     def _is_risky(self) -> bool:
@@ -240,6 +230,8 @@ def _find_pattern(values: Mapping[str, Any]) -> str | None:
 def _load_tokenizer(data: bytes, values: Mapping[str, Any]) -> Any:
     from tokenizers import Tokenizer
 
+    # `gpt.corpus.tokenize` has threads of its own, and the library would print a warning if the process forks.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     untrusted.check(values)
     try:
         tokenizer = Tokenizer.from_buffer(data)
@@ -277,33 +269,23 @@ def _is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-# Replacements that a WordPiece decoder with ``cleanup`` makes in each token.
-_CLEANUP = {
-    " .": ".", " ?": "?", " !": "!", " ,": ",", " ' ": "'", " n't": "n't", " 'm": "'m", " do not": " don't",
-    " 's": "'s", " 've": "'ve", " 're": "'re",
-}  # fmt: skip
-
-
 def _read_decoder(values: Mapping[str, Any]) -> list[Step]:
-    """Returns the decoder steps. Without a decoder in the file, the step is ByteLevel after a ByteLevel pre-tokenizer,
-    otherwise joining with spaces. Raises `UserError` for unsupported steps."""
-    if values.get("decoder") is None:
-        pre_tokenizers = [step.get("type") for step in steps(values.get("pre_tokenizer"), "pretokenizers")]
-        return [("ByteLevel" if "ByteLevel" in pre_tokenizers else "Join", "", "")]
+    """Returns the decoder steps. A file without a decoder needs a ByteLevel pre-tokenizer. Raises `UserError` for
+    unsupported steps."""
+    pre_tokenizers = [step.get("type") for step in steps(values.get("pre_tokenizer"), "pretokenizers")]
+    if values.get("decoder") is None and "ByteLevel" in pre_tokenizers:
+        return [("ByteLevel", "", "")]
     result: list[Step] = []
-    for step in steps(values["decoder"], "decoders"):
+    for step in steps(values.get("decoder") or {"type": None}, "decoders"):
         kind = step.get("type")
         if kind in ("ByteLevel", "ByteFallback"):
             result.append((kind, "", ""))
         elif kind == "Metaspace":
             result.append(("Replace", step.get("replacement", "\u2581"), " "))
-        elif kind == "WordPiece":
-            result.append(("WordPiece", step.get("prefix", "##"), ""))
-            result += [("Replace", old, new) for old, new in _CLEANUP.items() if step.get("cleanup", True)]
         elif kind == "Replace" and isinstance(step.get("pattern", {}).get("String"), str):
             result.append(("Replace", step["pattern"]["String"], step["content"]))
         elif kind not in ("Fuse", "Strip"):  # Strip only removes a space before the whole text.
-            raise UserError(f"the tokenizer's decoder {json.dumps(step)[:120]} is not supported")
+            raise UserError(f"the decoder {json.dumps(step)[:120]} is not supported", "use another --tokenizer")
     return result
 
 
@@ -315,10 +297,6 @@ def token_bytes(token: str, steps: Iterable[Step]) -> bytes:
     for kind, old, new in steps:
         if kind == "Replace":
             token = token.replace(old, new)
-        elif kind == "Join":
-            token = f" {token}"
-        elif kind == "WordPiece":
-            token = token[len(old) :] if token.startswith(old) else f" {token}"
         elif kind == "ByteFallback" and (match := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(match[1], 16)])
         elif kind == "ByteLevel":

@@ -41,7 +41,7 @@ def _read_path(path: Path, word: str) -> Tokenizer:
         if tokenizer is None:
             raise UserError(
                 f"the folder {path} contains no tokenizer",
-                f"a tokenizer is {RANKS} with gpt.json, tokenizer.json, or vocab.json and merges.txt",
+                f"a tokenizer is {RANKS} with gpt.json, or tokenizer.json",
             )
         return tokenizer
     if path.exists():
@@ -61,7 +61,7 @@ def _candidate_folders(path: Path) -> list[Path]:
 def _read_folder(folder: Path) -> Tokenizer | None:
     for name in _DESCRIPTION_FILES:
         description = read_json(folder / name).get("tokenizer") if (folder / name).is_file() else None
-        if description is not None and has_described_tokenizer(folder, description):
+        if description is not None and described_file(folder, description).is_file():
             return read_described_tokenizer(folder, description, str(folder / name))
     return read_transformers(folder)
 
@@ -78,11 +78,9 @@ def _read_file(path: Path) -> Tokenizer:
     raise UserError(f"{path} is not a tokenizer", f"one is a tokenizer.json, or a folder with one or with {RANKS}")
 
 
-def has_described_tokenizer(folder: Path, description: Any) -> bool:
-    """Whether ``folder`` contains the tokenizer file that ``description`` requires."""
-    return (
-        folder / (TOKENIZER_JSON if isinstance(description, dict) and description.get("library") else RANKS)
-    ).is_file()
+def described_file(folder: Path, description: Any) -> Path:
+    """Returns the tokenizer file that ``description`` requires in ``folder``."""
+    return folder / (TOKENIZER_JSON if isinstance(description, dict) and description.get("library") else RANKS)
 
 
 def read_described_tokenizer(folder: Path, description: Any, where: str) -> Tokenizer:
@@ -90,7 +88,7 @@ def read_described_tokenizer(folder: Path, description: Any, where: str) -> Toke
     `UserError` if the tokenizer does not match the description."""
     try:
         files = read_kept(folder, [name for name in UNCHANGED_FILES if name in description.get("files", [])])
-        file = folder / (TOKENIZER_JSON if description.get("library") else RANKS)
+        file = described_file(folder, description)
         backend: ByteBPE | LibraryTokenizer
         if description.get("library"):
             backend = LibraryTokenizer(read_json_bytes(file, parsed=True), read_json(file))

@@ -93,8 +93,6 @@ def read_vocabulary(metadata: Mapping[str, Any], where: str) -> tuple[dict[str, 
     adds_bos, bos = read_value(metadata, "tokenizer.ggml.add_bos_token", adds_bos, where), given.get("bos")
     values = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": [
             added_token(id, word, type_ != _USER_DEFINED)
             for id, (word, type_) in enumerate(zip(tokens, types, strict=True))
@@ -157,12 +155,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: Sequence[str], types: Seque
         "normalizer": {"type": "NFC"} if name in ("qwen2", "deepseek-r1-qwen") else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps} if len(steps) > 1 else steps[0],
         "decoder": BYTE_LEVEL,
-        "model": {
-            "type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": "",
-            "end_of_word_suffix": "", "fuse_unk": False, "byte_fallback": False,
-            "ignore_merges": name in _LIKE_LLAMA3, "vocab": vocab, "merges": merges,
-        },
-    }  # fmt: skip
+        "model": {"type": "BPE", "ignore_merges": name in _LIKE_LLAMA3, "vocab": vocab, "merges": merges},
+    }
 
 
 def _sentence_pieces(
@@ -194,8 +188,7 @@ def _sentence_pieces(
         "pre_tokenizer": None,
         "decoder": {"type": "Sequence", "decoders": [restored, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip]},
         "model": {
-            "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-            "end_of_word_suffix": None, "fuse_unk": True, "byte_fallback": _BYTE in types, "ignore_merges": False,
-            "vocab": vocab, "merges": merges,
+            "type": "BPE", "unk_token": unknown, "fuse_unk": True, "byte_fallback": _BYTE in types, "vocab": vocab,
+            "merges": merges,
         },
     }  # fmt: skip

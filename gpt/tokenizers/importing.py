@@ -18,10 +18,9 @@ from gpt.system.errors import UserError, WorkError
 from gpt.system.files import JSON_LIMIT, cache_dir, read_json, read_regular, to_json
 from gpt.system.gguf_header import header
 from gpt.tokenizers import gguf_vocabulary
-from gpt.tokenizers.backends import BYTE_LEVEL, CHARACTER_BYTES, ByteBPE, LibraryTokenizer
+from gpt.tokenizers.backends import CHARACTER_BYTES, ByteBPE, LibraryTokenizer
 from gpt.tokenizers.boundaries import GPT2_PATTERN
 from gpt.tokenizers.saving import (
-    KEPT_WITH_TOKENIZER_JSON,
     SPECIAL_TOKENS,
     TOKENIZER_CONFIG,
     TOKENIZER_JSON,
@@ -49,24 +48,16 @@ def read_json_bytes(path: Path, parsed: bool = False) -> bytes:
 
 def read_transformers(folder: Path) -> Tokenizer | None:
     """Reads the tokenizer of a Transformers folder, or returns None."""
-    tokenizer_json, vocab, merges = folder / TOKENIZER_JSON, folder / "vocab.json", folder / "merges.txt"
-    if tokenizer_json.is_file():
-        return from_tokenizer_json(
-            read_json(tokenizer_json),
-            str(tokenizer_json),
-            read_kept(folder, KEPT_WITH_TOKENIZER_JSON, TOKENIZER_JSON),
-            _read_settings(folder),
-        )
-    if vocab.is_file() and merges.is_file():
-        text = read_regular(merges, JSON_LIMIT).decode("utf-8-sig", "replace")
-        return from_vocab_and_merges(
-            read_json(vocab), text, str(vocab), read_kept(folder, UNCHANGED_FILES[1:]), _read_settings(folder)
-        )
-    if (folder / "tokenizer.model").is_file():
-        raise UserError(
-            f"{folder} has only a tokenizer.model, which gpt does not support",
-            f"convert it: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
-        )
+    path = folder / TOKENIZER_JSON
+    if path.is_file():
+        files = read_kept(folder, UNCHANGED_FILES, TOKENIZER_JSON)
+        return from_tokenizer_json(read_json(path), str(path), files, _read_settings(folder))
+    for name in ("tokenizer.model", "vocab.json"):
+        if (folder / name).is_file():
+            raise UserError(
+                f"{folder} has only a {name}; gpt needs a tokenizer.json",
+                f"create it: AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})",
+            )
     return None
 
 
@@ -188,26 +179,6 @@ def from_tokenizer_json(
     return replace(tokenizer, name="gpt2", files={}) if gpt2 else tokenizer
 
 
-def from_vocab_and_merges(
-    vocab: Mapping[str, int],
-    merges_text: str,
-    where: str,
-    files: Mapping[str, bytes] | None = None,
-    settings: Sequence[Mapping[str, Any]] = ({}, {}, {}),
-) -> Tokenizer:
-    """Reads the older files ``vocab.json`` and ``merges.txt``, with GPT-2's pattern."""
-    class_name = settings[-1].get("tokenizer_class")
-    if class_name not in (None, "GPT2Tokenizer", "GPT2TokenizerFast"):
-        hint = "create a tokenizer.json: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        raise UserError(f"{where} and merges.txt do not specify how {class_name} splits text into words", hint)
-    merges = [line for line in merges_text.split("\n") if line and not line.startswith("#version")]
-    values = {
-        "version": "1.0", "added_tokens": [], "pre_tokenizer": BYTE_LEVEL, "decoder": BYTE_LEVEL,
-        "model": {"type": "BPE", "vocab": vocab, "merges": merges},
-    }  # fmt: skip
-    return from_tokenizer_json(values, where, files, settings)
-
-
 def _create_tokenizer(
     backend: ByteBPE | LibraryTokenizer,
     specials: Mapping[str, int],
@@ -302,7 +273,7 @@ def byte_ranks(vocab: Mapping[str, int], added: Collection[str]) -> dict[bytes, 
 
 
 def listed_merges(model: Mapping[str, Any]) -> list[str]:
-    """Returns the merges of a new or old ``tokenizer.json`` as lines of ``merges.txt``."""
+    """Returns the merges of a new or old ``tokenizer.json``, in the form of the old."""
     return [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
 
 

@@ -15,9 +15,8 @@ from gpt.tokenizers.tokenizer import CHAT_TEMPLATE, Tokenizer, describe, to_tikt
 FORMAT = 1
 _NO_RANK = 2**63  # Rank of a pair that never merges.
 TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-KEPT_WITH_TOKENIZER_JSON = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
 # Transformers files that are saved unchanged.
-UNCHANGED_FILES = (*KEPT_WITH_TOKENIZER_JSON, "vocab.json", "merges.txt")
+UNCHANGED_FILES = (TOKENIZER_JSON, TOKENIZER_CONFIG, SPECIAL_TOKENS, CHAT_TEMPLATE, "added_tokens.json")
 RANKS = "tokenizer.tiktoken"
 NEW_PATH_HINT = "choose another path with --out"
 
@@ -26,7 +25,7 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
     """Returns a tokenizer's files by name, for tiktoken, the tokenizers library and Transformers. Kept files are
     unchanged."""
     ranks = {RANKS: to_tiktoken(tokenizer.backend.ranks)} if isinstance(tokenizer.backend, ByteBPE) else {}
-    if tokenizer.keeps_files:
+    if TOKENIZER_JSON in tokenizer.files:
         return {**tokenizer.files, **ranks}
     return {
         TOKENIZER_JSON: json.dumps(to_tokenizer_json(tokenizer), ensure_ascii=False).encode(),
@@ -37,8 +36,7 @@ def tokenizer_files(tokenizer: Tokenizer, block_size: int | None = None) -> dict
 
 
 def add_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
-    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``.
-    If there is none, drops all kept files, so saving creates new ones."""
+    """Returns a tokenizer with further special tokens, which get the next ids. Updates a kept ``tokenizer.json``."""
     new_ids = {word: id for id, word in enumerate(words, tokenizer.vocab_size)}
     files, backend = dict(tokenizer.files), tokenizer.backend
     if not new_ids:
@@ -56,8 +54,6 @@ def add_specials(tokenizer: Tokenizer, words: Sequence[str]) -> Tokenizer:
             }
             files[TOKENIZER_CONFIG] = to_json(config)
         backend = LibraryTokenizer(files[TOKENIZER_JSON], values) if isinstance(backend, LibraryTokenizer) else backend
-    else:
-        files = {}
     return replace(tokenizer, backend=backend, specials={**tokenizer.specials, **new_ids}, files=files)
 
 
@@ -157,5 +153,5 @@ def to_tokenizer_config(tokenizer: Tokenizer, block_size: int | None) -> dict[st
 
 
 def format_merges(pairs: Iterable[tuple[bytes, bytes]]) -> list[str]:
-    """Returns merges as lines of ``merges.txt``."""
+    """Returns merges in the form of older files: a string per pair."""
     return [f"{to_gpt2_spelling(a)} {to_gpt2_spelling(b)}" for a, b in pairs]

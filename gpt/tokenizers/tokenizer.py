@@ -69,11 +69,6 @@ class Tokenizer:
                 raise UserError(f"the tokenizer {self.name} has no token {id}, which starts or ends a text")
 
     @property
-    def keeps_files(self) -> bool:
-        """Whether the vocabulary is in Transformers files that are saved unchanged."""
-        return not self.files.keys().isdisjoint(("tokenizer.json", "vocab.json"))
-
-    @property
     def _added_tokens(self) -> dict[str, int]:
         return {**self.all_specials, **self.words}
 

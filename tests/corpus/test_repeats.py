@@ -21,7 +21,8 @@ class Documents:
     """A stream of byte documents. Id 256 opens each."""
 
     def __init__(self, documents: Sequence[bytes]) -> None:
-        self.ids = np.array([id for document in documents for id in (256, *document)], np.int64)
+        parts = [part for document in documents for part in ([256], np.frombuffer(document, np.uint8))]
+        self.ids = np.concatenate([np.zeros(0, np.int64), *parts])
         self.offsets = np.cumsum([0, *(len(document) + 1 for document in documents)])
 
     def __len__(self) -> int:

@@ -4,7 +4,7 @@ import io
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gpt.config.text import ReadConfig
@@ -35,6 +35,7 @@ def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[
     return sides
 
 
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=8), st.floats(0.01, 0.9))
 def test_split_at_the_end_loses_no_text(texts: list[str], fraction: float) -> None:
     texts = [re.sub("[\0\r]", "0", text) for text in texts]

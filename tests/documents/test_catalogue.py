@@ -142,26 +142,9 @@ def test_wrong_size_is_an_error(site: Site, target: Path) -> None:
     assert fetch(site.url + "/x", target).read_bytes() == DATA  # From the first byte, over the part that was left.
 
 
-def test_files_of_the_hub_are_downloaded_by_its_library(target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def download(name: str, path: str, *, local_dir: Path, tqdm_class: Any, **options: str) -> str:
-        assert (name, path, options) == ("a/b", "c/d.parquet", {"repo_type": "dataset", "revision": "e"})
-        with tqdm_class(total=len(DATA), initial=0) as bar:
-            bar.update(len(DATA) // 2)
-        (local_dir / "c").mkdir(parents=True, exist_ok=True)
-        (local_dir / path).write_bytes(DATA)
-        return str(local_dir / path)
-
-    url, progress = "https://huggingface.co/datasets/a/b/resolve/e/c/d.parquet", list[int]()
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    assert fetch(url, target, CHECKSUM, len(DATA), lambda done, _: progress.append(done)).read_bytes() == DATA
-    assert progress == [0, len(DATA) // 2]
-    assert {path.name for path in target.parent.iterdir()} == {"x.bin", ".x.bin.lock"}
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *args, **options: 1 / 0)
-    target.unlink()
-    with pytest.raises(WorkError, match=f"{url} cannot be downloaded: division by zero"):
-        fetch(url, target)
+def test_files_of_the_hub_come_from_its_mirror(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", site.url + "/")
+    assert fetch("https://huggingface.co/x", target, CHECKSUM).read_bytes() == DATA
 
 
 def test_redirects_never_leave_https(site: Site, target: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -158,10 +158,11 @@ def test_empty_files_have_no_documents() -> None:
     st.binary(max_size=40).filter(lambda data: b"\0" not in data and data[:2] not in (b"\xff\xfe", b"\xfe\xff")),
     st.integers(1, 8),
 )
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 def test_block_size_does_not_change_decoding(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
+        patch.setattr(formats.TextEncoding, "hint_for", lambda *_: "")  # Guessing an encoding takes time.
         reader = Reader(ReadConfig(errors="replace"))
         assert "".join(documents(reader, source("x", data))) == normalize(
             data.decode(errors="replace").removeprefix("\ufeff")
@@ -185,7 +186,7 @@ def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
 
 @given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
        st.sampled_from(["utf-8-sig", "utf-16", "utf-16-be", "utf-32-le", "latin-1", "cp1252", "ascii", "shift_jis", "gb18030", "euc_jp"]))  # fmt: skip
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 def test_other_encodings_decode_like_python(text: str, tail: bytes, block: int, encoding: str) -> None:
     data = text.encode(encoding, "replace").replace(b"?", b"\n") + tail
     expected = data.decode(encoding, "replace")
@@ -193,6 +194,7 @@ def test_other_encodings_decode_like_python(text: str, tail: bytes, block: int, 
         return
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
+        patch.setattr(formats.TextEncoding, "hint_for", lambda *_: "")
         assert "".join(read("x", data, encoding=encoding, errors="replace")) == normalize(
             expected.removeprefix("\ufeff")
         )
@@ -205,7 +207,7 @@ LINES = st.lists(
 
 
 @given(LINES, st.sampled_from(["---", "", "-", "x"]), st.integers(1, 7), st.sampled_from([1, 10, 1000]), st.booleans())
-@settings(max_examples=500)
+@settings(max_examples=100, deadline=None)
 def test_split_on_matches_whole_lines(lines: list[str], separator: str, block: int, head: int, skip_bad: bool) -> None:
     expected = [""]
     parts = normalize("\n".join(lines)).split("\n")
@@ -284,7 +286,7 @@ def test_bad_input_is_one_error_line_and_can_be_skipped(case: str) -> None:
         ("x.zip", make_zip(("a", b"a"), ("b", b"\xff"), ("../c", b"c"), (".d", b"\xff"), ("__MACOSX/e", b"\xff"), ("/f", b"f")), ["a", "c", "f"], 1),
         ("x.tar", make_tar(("a", b"a" * 2**18), ("b", b"a" * 2**18 + b"\xff"), ("c", b"c")), ["a" * 2**18, "c"], 1),
         ("x.tar", make_tar(("a", b"a"), ("b", b"b" * 9999))[:4096], ["a"], 1),
-        ("x.jsonl.gz", gzip.compress(make_jsonl(["one"] * 50_000))[:-8], ["one"] * 50_000, 1),
+        ("x.jsonl.gz", gzip.compress(make_jsonl(["one"] * 20_000))[:-8], ["one"] * 20_000, 1),
         ("x.txt.zst", compress_zstd(b"one\n---\ntwo") + compress_zstd(b"\n---\nthree")[:-1], ["one\n", "two\n"], 1),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,  # Gzip bytes contain the time.
@@ -431,7 +433,7 @@ def make_gzip_bomb(byte: bytes, mebibytes: int) -> bytes:
 
 @pytest.mark.parametrize(("ending", "pack"), PACKERS[1:])
 def test_compression_bombs_are_streamed(ending: str, pack: Callable[[bytes], bytes]) -> None:
-    size = 200
+    size = 100
     compressed = make_gzip_bomb(b"a", size) if ending == ".gz" else pack(b"a" * 2**20) * size
     name, data = "x.zip", make_zip((f"x.txt{ending}", compressed))
     with limit_memory(40):
@@ -440,11 +442,12 @@ def test_compression_bombs_are_streamed(ending: str, pack: Callable[[bytes], byt
     assert sum(lengths) == size * 2**20
 
 
-def test_compression_bombs_of_zeros_or_one_line_are_errors() -> None:
+def test_compression_bombs_of_zeros_or_one_line_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="not text: it has a zero byte in line 1"):
-        read("x.gz", make_gzip_bomb(b"\0", 100))
-    with limit_memory(200), pytest.raises(UserError, match="line 1: longer than 67,108,864 bytes"):
-        read("x.jsonl.gz", make_gzip_bomb(b" ", 300))
+        read("x.gz", make_gzip_bomb(b"\0", 10))
+    monkeypatch.setattr(formats, "MAX_RECORD", 2**22)
+    with limit_memory(20), pytest.raises(UserError, match="line 1: longer than 4,194,304 bytes"):
+        read("x.jsonl.gz", make_gzip_bomb(b" ", 30))
 
 
 def test_invalid_settings_are_errors() -> None:

@@ -24,7 +24,7 @@ from gpt.model.decoder import GPT
 from gpt.runs import checkpoint, folder, hf, model_config
 from gpt.system import files
 from gpt.system.errors import UserError, WorkError
-from gpt.tokenizers import importing, saving, tokenizer
+from gpt.tokenizers import importing, tokenizer
 
 CPU = torch.device("cpu")
 # Keys of config.json before `arch` became a set of properties
@@ -132,7 +132,7 @@ def test_transformers_checkpoints_are_loaded(gpt2_folder: Path) -> None:
 
 
 def test_old_gpt2_files_are_loaded(gpt2_folder: Path) -> None:
-    """The first GPT-2 on the Hub has tensor names without a prefix, mask buffers, vocab.json and merges.txt."""
+    """The first GPT-2 on the Hub has tensor names without a prefix, and mask buffers."""
     tensors = load_file(gpt2_folder / "model.safetensors")
     expected = gpt.load(gpt2_folder, device="cpu").model.state_dict()
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
@@ -140,13 +140,8 @@ def test_old_gpt2_files_are_loaded(gpt2_folder: Path) -> None:
     old["h.0.attn.masked_bias"] = torch.tensor(-1e4)
     old["lm_head.weight"] = old["wte.weight"].clone()
     save_file(old, gpt2_folder / "model.safetensors")
-    gpt2 = importing.gpt2_tokenizer()
-    model = saving.to_tokenizer_json(gpt2)["model"]
-    (gpt2_folder / "vocab.json").write_text(json.dumps(model["vocab"]), encoding="utf-8")
-    (gpt2_folder / "merges.txt").write_text("#version: 0.2\n" + "\n".join(model["merges"]) + "\n", encoding="utf-8")
     loaded_model = gpt.load(gpt2_folder, device="cpu")
     assert all(torch.equal(loaded_model.model.state_dict()[name], tensor) for name, tensor in expected.items())
-    assert loaded_model.tokenizer.fingerprint == gpt2.fingerprint
 
 
 def test_sharded_weights_are_loaded(gpt2_folder: Path) -> None:

@@ -1,7 +1,8 @@
 """Splitting long texts without changing their ids."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
+from functools import cache
 
 import numpy as np
 import pytest
@@ -59,9 +60,10 @@ RUN_TOKENS = {run * n: 0 for run in (b" ", b"\n", b"\t", b"a", b"7", b"!", b"e\x
 RUN_RANKS = {token: rank for rank, token in enumerate([*BYTES, *RUN_TOKENS])}
 
 
-def tokenizers(ranks: dict[bytes, int], pattern: str) -> Iterator[Tokenizer]:
-    for token_ranks in (ranks, BYTES):
-        yield Tokenizer("test", ByteBPE(pattern, token_ranks), len(token_ranks))
+@pytest.fixture(scope="module")
+def tokenizers(ranks: dict[bytes, int]) -> Callable[[str], list[Tokenizer]]:
+    """Returns a function that makes the tokenizers with a pattern, once."""
+    return cache(lambda pattern: [Tokenizer("test", ByteBPE(pattern, each), len(each)) for each in (ranks, BYTES)])
 
 
 HARD = st.text(
@@ -75,11 +77,13 @@ TEXTS = st.one_of(
 @settings(max_examples=100, deadline=None)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=12), size=st.integers(1, 40))
 @pytest.mark.parametrize("name", MOSTLY_SLOW)
-def test_splitting_does_not_change_the_ids(name: str, texts: list[str], size: int, ranks: dict[bytes, int]) -> None:
+def test_splitting_does_not_change_the_ids(
+    name: str, texts: list[str], size: int, tokenizers: Callable[[str], list[Tokenizer]]
+) -> None:
     parts = [part for part, _ in boundaries.parts(texts, PATTERNS[name], size)]
     assert "".join(parts) == "".join(texts)
     assert all(parts)
-    for tokenizer in tokenizers(ranks, PATTERNS[name]):
+    for tokenizer in tokenizers(PATTERNS[name]):
         ids = [id for part in parts for id in tokenizer.encode(part).tolist()]
         assert ids == tokenizer.encode("".join(texts)).tolist()
 
@@ -130,9 +134,9 @@ def test_long_runs_take_linear_time_and_constant_stack(name: str) -> None:
     byte_tokenizer = Tokenizer("test", ByteBPE(PATTERNS[name], BYTES), 256)
     merging_tokenizer = Tokenizer("test", ByteBPE(PATTERNS[name], RUN_RANKS), len(RUN_RANKS))
     start_time = time.process_time()
-    for run in (" ", "\n", "\t \n ", "a", "^", "7"):
-        for text in ("!" + run * 1_100_000, "\n" + run * 1_100_000 + "  9"):
-            assert byte_tokenizer.encode(text).astype(np.uint8).tobytes() == text.encode()
+    runs = [run * 1_100_000 for run in (" ", "\n", "\t \n ", "a", "^", "7")]
+    for text in [*(f"!{run}" for run in runs[:3]), *(f"\n{run}  9" for run in runs)]:
+        assert byte_tokenizer.encode(text).astype(np.uint8).tobytes() == text.encode()
     assert len(merging_tokenizer.encode("a" * 1_100_000)) < 20_000
     assert time.process_time() - start_time < 30  # Quadratic time would take hours.
 
@@ -156,7 +160,7 @@ def test_engine_failure_is_an_error() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(texts=st.lists(TEXTS | st.sampled_from([backends._SEPARATOR, backends._SEPARATOR[:-1]]), max_size=6))
-def test_batch_encoding_equals_single_encoding(texts: list[str], ranks: dict[bytes, int]) -> None:
+def test_batch_encoding_equals_single_encoding(texts: list[str], tokenizers: Callable[[str], list[Tokenizer]]) -> None:
     for name in ("gpt2", "cl100k", "lines"):
-        bpe = Tokenizer("test", ByteBPE(PATTERNS[name], ranks), len(ranks))
+        bpe = tokenizers(PATTERNS[name])[0]
         assert [ids.tolist() for ids in bpe.encode_all(texts)] == [bpe.encode(text).tolist() for text in texts]
