@@ -579,6 +579,30 @@ def read_subtitles(file: io.BytesIO, encoding: str, errors: str) -> str:
     return "\n".join(filter(None, lines))
 
 
+_MESSAGE = re.compile(
+    r"\u200e?\[?\d{1,4}[./-]\d{1,2}[./-]\d{2,4},? \d{1,2}[:.]\d\d([:.]\d\d)?(\s?[aApP]\.?\s?[mM]\.?)?(\]| -) "
+    r"(?P<text>.*)"
+)  # fmt: skip
+_MEDIA = re.compile(
+    r"<[^<>]* (omitted|weggelassen|omis|omitido|omesso|ausgeschlossen)>|<attached: [^<>]*>"
+    "|\u200e?(image|video|audio|sticker|GIF|document|Contact card) omitted|[\u200e\u200f]"
+)
+
+
+def read_chat_export(file: io.BytesIO, encoding: str, errors: str) -> str:
+    """Returns the messages of a chat that WhatsApp exported, as "Name: text", without times, media and notices."""
+    messages: list[str] = []
+    for line in decode(file.getvalue(), encoding, errors, is_html=False).split("\n"):
+        if (match := _MESSAGE.match(line)) is not None:
+            messages.append(match["text"])
+        elif messages:
+            messages[-1] += "\n" + line
+        else:
+            raise Unreadable("is not an export of WhatsApp", _RENAME)
+    texts = (_MEDIA.sub("", message).strip() for message in messages)
+    return "\n".join(text for text in texts if ": " in text)
+
+
 def read_notebook(file: io.BytesIO, encoding: str, errors: str) -> str:
     """Returns the cells of a Jupyter notebook, without their output."""
     notebook = json.loads(file.getvalue())
@@ -605,7 +629,7 @@ def read_mail(file: io.BytesIO, encoding: str, errors: str) -> str:
 
 _READERS = {
     "html": read_html, "xhtml": read_xhtml, "epub": read_epub, "docx": read_docx, "pdf": read_pdf, "mail": read_mail,
-    "subtitles": read_subtitles, "notebook": read_notebook,
+    "subtitles": read_subtitles, "chat": read_chat_export, "notebook": read_notebook,
 }  # fmt: skip
 
 

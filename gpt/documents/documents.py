@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from gpt.config.text import ReadConfig
 from gpt.documents import formats
-from gpt.documents.extract import KINDS, Extractor
+from gpt.documents.extract import Extractor, document_kind
 from gpt.documents.formats import RecordForm, Records, TextEncoding, Value, text_form
 from gpt.documents.unpack import (
     MEMBERS,
@@ -121,9 +121,7 @@ MAX_HELD = 2**24  # Bytes of a document that waits for its end in memory.
 UNSUPPORTED = {
     ".doc": "save it as .docx (LibreOffice)",
     **dict.fromkeys((".bz2", ".xz", ".7z", ".rar"), "unpack it, or compress it with gzip or zstd instead"),
-    **dict.fromkeys(
-        (".fb2", ".odt", ".org", ".rst", ".rtf", ".tex"), "convert it: pandoc FILE -t plain --wrap=none -o FILE.txt"
-    ),
+    **dict.fromkeys((".fb2", ".odt", ".rtf"), "convert it: pandoc FILE -t plain --wrap=none -o FILE.txt"),
 }
 MAX_DEPTH = 8  # Maximum nesting of formats. An archive can contain itself.
 
@@ -210,9 +208,9 @@ class Reader:
                 yield from filter(None, make_chunks(text or " \n" for text in texts))  # Keep WikiText's blank lines.
             else:
                 yield from _cut(texts)
-        elif ending in KINDS:
+        elif (kind := document_kind(file.kind)) is not None:
             with contextlib.closing(file.open()) as stream:
-                text, replaced = self._extractor.extract(file.name, KINDS[ending], stream, self.config)
+                text, replaced = self._extractor.extract(file.name, kind, stream, self.config)
             self._encoding.replaced += replaced
             yield from _cut([text])
         elif self.config.skip_bad:
@@ -273,7 +271,8 @@ def _normalize_name(name: str) -> str:
 def is_plain(source: Source) -> bool:
     """Whether a source is uncompressed plain text. Without ``--split-on``, such a source is a single document."""
     ending = "." + _normalize_name(source.name).rpartition(".")[2]
-    return ending not in {*UNPACK, *RECORD_FORMATS, *MEMBERS, *UNSUPPORTED, *KINDS}
+    known = {*UNPACK, *RECORD_FORMATS, *MEMBERS, *UNSUPPORTED}
+    return ending not in known and document_kind(_normalize_name(source.name)) is None
 
 
 def has_records(source: Source) -> bool:

@@ -17,6 +17,16 @@ KINDS = {
     ".html": "html", ".htm": "html", ".xhtml": "xhtml", ".epub": "epub", ".docx": "docx", ".pdf": "pdf", ".eml": "mail",
     ".ipynb": "notebook", ".srt": "subtitles", ".vtt": "subtitles",
 }  # fmt: skip
+
+
+def document_kind(name: str) -> str | None:
+    """Returns the kind of a document to extract text from, given its name in lower case, or None."""
+    base = name.replace("\\", "/").rpartition("/")[2]
+    if base.endswith(".txt") and ("whatsapp" in base or base == "_chat.txt"):
+        return "chat"
+    return KINDS.get("." + base.rpartition(".")[2])
+
+
 MAX_BYTES = 2**28  # Bytes of a file, and of what is unpacked from it.
 MAX_CHARACTERS = 2**26  # Characters of its text.
 MEMORY_LIMIT = 2**30  # Bytes for the whole process.

@@ -284,6 +284,7 @@ def test_encoding_option_applies_where_the_declared_encoding_fails() -> None:
 
 
 MAIL = b"From a@b Mon Jan  1 00:00:00 2024\nSubject: =?utf-8?q?Gr=C3=BC=C3=9Fe?=\nContent-Type: text/html; charset=latin-1\nContent-Transfer-Encoding: quoted-printable\n\n<p>caf=E9\n"
+CHAT = "\u200e[01.02.24, 12:34:56] Anna: Hi\n[01.02.24, 12:35:00] Ben: one\ntwo\n1/2/24, 1:36 PM - Anna: <Media omitted>\n1/2/24, 13:36 - Ben left\n"
 SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One</i>\ntwo\n\n00:03.000 --> 00:04.000\n{\\an8}three\n"
 
 
@@ -293,6 +294,7 @@ SUBTITLES = "WEBVTT\n\nNOTE no\n\n1\n00:01.000 --> 00:02.000 align:left\n<i>One<
         ("x.ipynb", b'{"cells": [{"source": ["# A\\n", "b"]}, {"source": "1 + 1", "outputs": [{"data": {"image/png": "AAAA"}}]}]}', ["# A\nb\n\n1 + 1"]),
         ("x.mbox", MAIL + b"\n" + MAIL.replace(b"text/html", b"text/plain").replace(b"<p>", b">From "), ["Grüße\n\ncafé", "Grüße\n\nFrom café"]),
         ("x.srt", SUBTITLES.encode(), ["One\ntwo\nthree"]),
+        ("WhatsApp Chat with Anna.txt", CHAT.encode(), ["Anna: Hi\nBen: one\ntwo"]),
     ],
 )  # fmt: skip
 def test_other_formats_become_their_text(name: str, data: bytes, expected: list[str]) -> None:
@@ -402,7 +404,8 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "zip called epub": ("x.epub", archive({"a": "b"}), "x.epub is damaged: it has no META-INF/container.xml"),
     "docx in a docx": ("x.docx", docx("<w:altChunk r:id='r9'/>"), "x.docx has another document in it"),
     "Word 97": ("x.doc", OLE, "x.doc: gpt does not read .doc files"),
-    "LaTeX": ("x.tex", b"text", "x.tex: gpt does not read .tex files"),
+    "chat of something else": ("_chat.txt", b"text", "_chat.txt is not an export of WhatsApp"),
+    "OpenDocument": ("x.odt", b"text", "x.odt: gpt does not read .odt files"),
     "encrypted docx": ("x.docx", OLE, "x.docx is encrypted, or a .doc"),
     "docx cut": ("x.docx", docx(paragraph("a" * 999))[:-9], "x.docx is not a DOCX, or is cut off"),
     "docx of no xml": ("x.docx", docx("<w:p>"), "x.docx is damaged: mismatched tag"),
@@ -510,8 +513,8 @@ def test_documents_in_folders_and_archives(workdir: Path) -> None:
     found = [chunk.text for source in find(["notes"]) for chunk in reader.documents(source)]
     assert found == ["one", "two", "three", "<p>"]
     Path("notes/f.doc").touch()
-    Path("notes/g.rst").write_text("text")
+    Path("notes/g.odt").write_text("text")
     notes: list[str] = []
     assert len(find(["notes"], Skipped(note=notes.append))) == 2
-    assert notes == ["skipped files that gpt does not read: 2: notes/f.doc, notes/g.rst"]
+    assert notes == ["skipped files that gpt does not read: 2: notes/f.doc, notes/g.odt"]
     assert not is_plain(*find(["notes/f.doc"]))  # Its size says nothing of its text.
