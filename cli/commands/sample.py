@@ -113,8 +113,6 @@ def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Call
     draws_with = [*(["temperature"] if settings.temperature else []), "top_k", "top_p", "min_p"]
     greedy = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
     for applies, names, where in (
-        (settings.constraint, ["speculate"], "with structured output"),
-        (settings.beam, ["speculate"], "with --beam"),
         (not settings.beam, ["length_penalty", "early_stopping"], "without --beam"),
         (not settings.draws, draws_with, f"with {greedy}"),
     ):

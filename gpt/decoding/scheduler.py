@@ -111,20 +111,15 @@ class Scheduler:
         while not self.free and (victim := self.find_victim()) is not None:
             self._pause(victim)
             self._admit()
-        prefilling, guess_count = [], 0
+        prefilling = []
         for state in self.running:
-            free_positions = self.context.count_free_positions(state.live_slots[0])
-            if free_positions == 0:
+            if self.context.count_free_positions(state.live_slots[0]) == 0:
                 for slot in state.live_slots:
                     self.context.slide(slot)
             state.count = 1
             if state.uncomputed > 1:
                 state.count = 0
                 prefilling.append(state)
-            elif state.request.config.speculate:
-                state.guesses = state.guess(min(free_positions, 1 + self.chunk - guess_count))
-                guess_count += len(state.guesses)
-                state.count += len(state.guesses)
         total = 0
         by_arrival = sorted(prefilling, key=lambda state: state.number)
         for queue, budget in (

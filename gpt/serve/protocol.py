@@ -234,7 +234,6 @@ def _read_generation(fields: Fields, limit: int, default_tokens: int, chat: bool
         min_tokens=fields.count("min_tokens", 0, 0, limit),
         ignore_eot=fields.flag("ignore_eos"),
         stop=_read_stops(fields.value("stop", [], str)),
-        speculate=fields.count("speculate", 0, 0, 64),
         **_read_constraint(fields),
         logprobs=logprobs,
         echo_logprobs=echo and logprobs is not None,

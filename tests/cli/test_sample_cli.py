@@ -60,8 +60,8 @@ def test_options_without_effect_print_a_note(gpt: Gpt, run_folder: Path) -> None
     result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
     assert result.err == "--temperature, --top-k have no effect with --beam\n"
     assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
-    result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
-    assert result.err == "--speculate has no effect with --beam\n"
+    result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--top-p", "0.5")
+    assert result.err == "--top-p has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     notes = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
     assert notes == "--length-penalty, --early-stopping have no effect without --beam\n"

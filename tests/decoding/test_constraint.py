@@ -78,7 +78,7 @@ def model() -> LanguageModel:
 
 
 @pytest.mark.parametrize("settings", [
-    {}, {"greedy": True}, {"temperature": 1.5, "speculate": 3}, {"top_k": 3, "min_p": 0.01}, {"beam": 3},
+    {}, {"greedy": True}, {"temperature": 1.5}, {"top_k": 3, "min_p": 0.01}, {"beam": 3},
     {"min_tokens": 30, "no_repeat_ngram": 2, "repetition_penalty": 1.5}, {"presence_penalty": 1.0, "bias": ("e=5",)},
 ])  # fmt: skip
 @pytest.mark.parametrize("name", VALID)

@@ -143,7 +143,7 @@ def test_windows_and_full_contexts_match_the_definition(
 @pytest.mark.parametrize("dtype", ["float32", more("bfloat16"), "int8", "int4"])
 @pytest.mark.parametrize("count", [40, more(1000)])
 def test_a_text_does_not_depend_on_other_requests(dtype: str, count: int) -> None:
-    """Requests differ in length, guesses, beams, log-probabilities and common prefixes."""
+    """Requests differ in length, beams, log-probabilities and common prefixes."""
     config = GPTConfig.of("modern", 50, 48, 2, 4, 64, n_kv_head=2, window=12)
     bits = {"int8": 8, "int4": 4}.get(dtype)
     model = make_model(config, bits)
@@ -153,7 +153,7 @@ def test_a_text_does_not_depend_on_other_requests(dtype: str, count: int) -> Non
     requests, settings = [], []
     for index in range(count):
         prompt = [*prompts[index % 4], *random.integers(50, size=random.integers(1, 20)).tolist()]
-        kind = ({}, {"speculate": 3, "greedy": True}, {"beam": 2}, {"logprobs": 2}, {"repetition_penalty": 1.2})
+        kind = ({}, {"greedy": True}, {"beam": 2}, {"logprobs": 2}, {"repetition_penalty": 1.2})
         settings.append(SampleConfig(max_tokens=int(random.integers(1, 30)), **kind[index % 5]))
         requests.append(Request(prompt, settings[-1], seed=index))
 

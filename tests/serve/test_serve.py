@@ -98,7 +98,6 @@ SETTINGS: list[tuple[dict[str, Any], dict[str, Any]]] = [  # Request fields, and
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}},
         {"json_schema": json.dumps(SCHEMA)},
     ),
-    ({"speculate": 4, "temperature": 0, "max_tokens": 30}, {"greedy": True, "max_tokens": 30}),
     ({"max_tokens": 0}, {"max_tokens": 0}),
     ({"max_tokens": 16.0, "n": None, "stop": None, "logprobs": None, "logit_bias": {}, "suffix": ""}, {}),
 ]  # fmt: skip
