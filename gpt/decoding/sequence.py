@@ -45,8 +45,7 @@ class Update:
 
     The first update after prefill has the ``prompt`` tokens, if their log-probabilities were requested. In a beam
     search, ``tokens`` are shared by all hypotheses, and the last update has the ``best`` hypotheses, sorted. ``reason``
-    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache. ``started`` is when the
-    request got a slot, by `time.monotonic`.
+    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
     """
 
     number: int
@@ -56,7 +55,6 @@ class Update:
     best: Sequence[Hypothesis] = ()
     error: UserError | None = None
     cached: int = 0
-    started: float = field(default=0.0, compare=False)
 
 
 Deliver = Callable[[Update], object]
@@ -80,7 +78,6 @@ class RequestState:
     prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
     done: bool = False
     cached: int = 0
-    started: float = 0.0
     tokens: list[Token] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)
     reason: str | None = None
@@ -146,7 +143,7 @@ class RequestState:
         if self.search is not None and self.error is None:
             tokens = self.search.take_agreed()
             best = self.search.ended if self.done else ()
-        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached, self.started)
+        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)
         if self.deliver is not None:
             self.deliver(update)
         return update
