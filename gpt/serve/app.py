@@ -63,9 +63,9 @@ class Server:
         self._inspecting = asyncio.Lock()
         workers = [service.worker for service in services]
         metrics.waiting.set_function(lambda: sum(not answer.has_begun for answer in self.pending))
-        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers if worker.engine))
+        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers))
         metrics.cached.set_function(
-            lambda: sum(slot.length for worker in workers if worker.engine for slot in worker.engine.context.slots)
+            lambda: sum(slot.length for worker in workers for slot in worker.engine.context.slots)
         )
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
@@ -371,8 +371,8 @@ def _model_object(service: Service) -> dict[str, Any]:
 
 def _check_ready(service: Service) -> None:
     """Raises `UserError` if the model cannot generate text."""
-    if (engine := service.worker.engine) is not None and engine.failure is not None:
-        raise engine.failure
+    if (failure := service.worker.engine.failure) is not None:
+        raise failure
     service.stamps.check()
 
 
