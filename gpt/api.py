@@ -102,18 +102,14 @@ class LanguageModel:
         return Engine(context, self.tokenizer.ends)
 
     @functools.cached_property
-    def _constraints(self) -> ConstraintCache:
-        return ConstraintCache(self.tokenizer)
-
-    @functools.cached_property
     def call_format(self) -> CallFormat:
         """How the model writes tool calls."""
         return find_format(self.tokenizer)
 
     @functools.cached_property
-    def call_constraints(self) -> ConstraintCache:
-        """The compiled constraints of answers that can call tools."""
-        return ConstraintCache(self.tokenizer, [self.call_format.trigger])
+    def constraints(self) -> ConstraintCache:
+        """The compiled constraints of structured output and of answers that can call tools."""
+        return ConstraintCache(self.tokenizer, lambda: self.call_format.trigger)
 
     def write(
         self,
@@ -127,7 +123,7 @@ class LanguageModel:
         ``constraint`` replaces that of ``config``. The result depends only on the arguments, except for rounding where
         steps don't run in C (docs/generate.md)."""
         config = config or self.sampling.apply(SampleConfig(), ())
-        constraint = constraint or self._constraints.find(config)
+        constraint = constraint or self.constraints.find(config)
         writer = TextGenerator(self.engine, self.tokenizer, config, seed, constraint)
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
@@ -138,7 +134,7 @@ class LanguageModel:
         change the samples. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
         config.check_num(num)
-        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self.constraints.find(config))
         return writer.write(prompts, range(num))
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:

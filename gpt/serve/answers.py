@@ -55,7 +55,7 @@ class Service:
     @cached_property
     def constraints(self) -> ConstraintCache:
         """The compiled constraints of structured output."""
-        return ConstraintCache(self.tokenizer, [self.call_format.trigger])
+        return ConstraintCache(self.tokenizer, lambda: self.call_format.trigger)
 
     @cached_property
     def call_format(self) -> CallFormat:

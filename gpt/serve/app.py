@@ -45,10 +45,6 @@ SMALL_CONSTRAINT = 2**14  # Characters of the constraints that don't wait for la
 MAX_VALUES = 2**21  # Maximum tokens and log-probabilities per request.
 T = TypeVar("T")
 _PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # Routes that need no API key.
-_UNSUPPORTED_APIS = (
-    "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
-    "moderations", "realtime", "threads", "uploads", "vector_stores", "videos",
-)  # fmt: skip
 
 
 class Server:
@@ -164,8 +160,6 @@ class Server:
         lanes = self.in_flight.lanes
         return await asyncio.get_running_loop().run_in_executor(lanes[lane or request.state.lane], work)
 
-    # Small routes
-
     async def _models(self, request: Request) -> Response:
         models = [_model_object(service) for service in self.services.values()]
         return JSONResponse({"object": "list", "data": models})
@@ -254,8 +248,6 @@ class Server:
     async def _page(self, request: Request) -> Response:
         text, policy = page()
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
-
-    # Texts
 
     async def _complete(
         self, read: Callable[..., tuple[list[str | Sequence[int]], Generation]], form: type[Form], request: Request
@@ -361,7 +353,7 @@ class Server:
 
 
 def _model_object(service: Service) -> dict[str, Any]:
-    config = service.worker.model_config
+    config = service.worker.engine.context.model.config
     return {
         "id": service.name, "object": "model", "created": service.created, "owned_by": "gpt",
         "context_length": service.context_length, "layers": config.n_layer, "heads": config.n_head,
@@ -437,11 +429,7 @@ def _too_long_error(field: str, length: str) -> ApiError:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    path = request.url.path
-    message = f"there is no route {request.method} {path:.200}"
-    if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _UNSUPPORTED_APIS:
-        message += f": this server has no {name} API, only completions, chat completions and responses"
-    return error_response(ApiError(404, message))
+    return error_response(ApiError(404, f"there is no route {request.method} {request.url.path:.200}"))
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:

@@ -168,9 +168,8 @@ def serve(
     ready: Callable[[str], None] = lambda where: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Serves models until a signal arrives. Calls ``ready`` with their names and the address once it
-    accepts requests. Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the
-    end."""
+    """Serves models until a signal arrives. Calls ``ready`` with their names and the address once it accepts requests.
+    Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end."""
     metrics = ServerMetrics()
     services = [make_service(served, config, metrics, note, len(models)) for served in models]
     gc.collect()

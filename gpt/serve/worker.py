@@ -33,7 +33,7 @@ class Worker:
     """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics) -> None:
-        self.metrics, self.model_config = metrics, context.model.config
+        self.metrics = metrics
         self.engine = Engine(context, ends, CHUNKS[context.compute.device.type])
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()

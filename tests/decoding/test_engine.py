@@ -78,8 +78,8 @@ def test_concurrent_requests_do_not_affect_each_other(
     requests: list[Request] = []
     events: dict[int, list[Update]] = {}
     cancelled_numbers: set[int] = set()
-    while len(requests) < 120 or engine.busy:
-        for _ in range(rng.randrange(3) if len(requests) < 120 else 0):
+    while len(requests) < 80 or engine.busy:
+        for _ in range(rng.randrange(3) if len(requests) < 80 else 0):
             requests.append(random_request(rng))
             assert engine.add(requests[-1]) == len(requests) - 1
         for event in engine.step():
