@@ -90,8 +90,8 @@ class Answer:
                 prompt.ids, config, seed, index, generation.bias, constraint=constraint, group=(client, self.id)
             )
             self.choices.append(Choice(service.tokenizer, config, prompt, generation.echo, generation.stop_ids))
-            if generation.thinking or generation.call_format:
-                self.choices[-1].parser = AnswerParser(generation.thinking, generation.call_format)
+            if generation.rendered.thinking or generation.rendered.call_format:
+                self.choices[-1].parser = AnswerParser(generation.rendered.thinking, generation.rendered.call_format)
             self._tickets.append(Ticket(request, deliver))
 
     def begin(self) -> None:

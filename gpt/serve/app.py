@@ -291,21 +291,15 @@ class Server:
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
-        generation = replace(
-            generation, config=config, thinking=rendered.thinking, call_format=rendered.call_format,
-            tools_grammar=rendered.grammar,
-        )  # fmt: skip
+        generation = replace(generation, config=config, rendered=rendered)
         return await self._generate(request, service, [prompt], generation, form)
 
     async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> Rendered:
         """Renders a conversation with the chat template."""
-        messages, tools, find_format = chat_prompt.messages, chat_prompt.tools, lambda: service.call_format
         if service.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
-        render = partial(
-            tool_calls.render, service.tokenizer, messages, tools, find_format, answer=chat_prompt.answer,
-            open_end=chat_prompt.open_end, thinks=chat_prompt.thinks, variables=chat_prompt.variables,
-        )  # fmt: skip
+        find_format = lambda: service.call_format
+        render = partial(tool_calls.render, service.tokenizer, find_format=find_format, **vars(chat_prompt))
         return await self._in_thread(request, render, lane="chat")
 
     async def _encode(self, request: Request, service: Service, text: str) -> list[int]:
@@ -321,13 +315,11 @@ class Server:
         self, request: Request, service: Service, prompts: list[Prompt], generation: Generation, form: Form
     ) -> Response:
         _check_size(service, prompts, generation)
-        constraint = None
+        constraint, config, rendered = None, generation.config, generation.rendered
         if generation.constrained_by is not None:
             try:
-                find_constraint = partial(
-                    service.constraints.find, generation.config, generation.tools_grammar, generation.thinking
-                )
-                size = sum(map(len, generation.tools_grammar or (generation.config.constraint or ("", ""))[1]))
+                find_constraint = partial(service.constraints.find, config, rendered.grammar, rendered.thinking)
+                size = sum(map(len, rendered.grammar or (config.constraint or ("", ""))[1]))
                 lane = "constraint" if size <= SMALL_CONSTRAINT else "large constraint"
                 constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
