@@ -316,7 +316,7 @@ def random_request(rng: random.Random, seed: int, prompts: Sequence[str], chats:
     kinds: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 1.4, "top_k": 30}, {"top_p": 0.8}, {"min_p": 0.05, "ignore_eos": True},
         {"repetition_penalty": 1.3, "no_repeat_ngram": 3}, {"min_tokens": 6}, {"stop": ["a", "the c"]}, {"stop": "ing"},
-        {"presence_penalty": 0.7, "frequency_penalty": 0.3}, {"speculate": 4}, {"speculate": 4, "temperature": 0},
+        {"presence_penalty": 0.7, "frequency_penalty": 0.3},
         {"regex": "[a-z]+( [a-z]+)*"}, {"choices": ["yes", "no", "maybe"]}, {"json_schema": SCHEMA},
     ]  # fmt: skip
     prompt = rng.choice(prompts) if rng.random() < 0.7 else " ".join(rng.choices(prompts, k=6))

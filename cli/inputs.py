@@ -12,8 +12,7 @@ from gpt.system.files import suggest_name
 
 from .show import render
 
-MAX_TEXT_BYTES = 64 * 2**20  # Maximum bytes of a text, or of a line in a prompt file.
-MAX_PROMPT_FILE_BYTES = 2**30  # Maximum bytes of a prompt file.
+MAX_TEXT_BYTES = 64 * 2**20  # Maximum bytes of a text.
 
 
 def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str:
@@ -34,19 +33,6 @@ def read_text(words: str | None, file: Path | None, what: str, flag: str) -> str
     return words
 
 
-def read_lines(file: Path, what: str) -> Iterator[bytes]:
-    """Yields the lines of a prompt file. Raises `UserError` if a line or the file is too long."""
-    bytes_left = MAX_PROMPT_FILE_BYTES
-    with open_input(file, what) as stream:
-        while line := stream.readline(MAX_TEXT_BYTES + 1):
-            bytes_left -= len(line)
-            if len(line) > MAX_TEXT_BYTES:
-                raise _size_error(f"a line of {display_name(file)}", MAX_TEXT_BYTES, "that is the limit for a prompt")
-            if bytes_left < 0:
-                raise _size_error(display_name(file), MAX_PROMPT_FILE_BYTES, "split it into several files")
-            yield line
-
-
 def read_toml(file: Path) -> dict[str, Any]:
     """Reads a TOML file."""
     with open_input(file, "settings") as stream:
@@ -58,17 +44,13 @@ def _read_bounded(stream: BinaryIO, file: Path, max_bytes: int, hint: str) -> by
     """Reads a whole stream. Raises `UserError` above ``max_bytes``, because a device can be endless."""
     data = stream.read(max_bytes + 1)
     if len(data) > max_bytes:
-        raise _size_error(display_name(file), max_bytes, hint)
+        raise UserError(f"{display_name(file)} has more than {max_bytes:,} bytes", hint)
     return data
 
 
 def display_name(file: Path) -> str:
     """Returns the path, or ``stdin`` for ``-``."""
     return "stdin" if str(file) == "-" else str(file)
-
-
-def _size_error(what: str, max_bytes: int, hint: str) -> UserError:
-    return UserError(f"{what} has more than {max_bytes:,} bytes", hint)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ import itertools
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -38,6 +38,7 @@ from gpt.insight.evaluate import (
     Encoded,
     Evaluation,
     OnWindow,
+    Window,
     evaluate,
     score_windows,
     total_loss,
@@ -57,7 +58,6 @@ if TYPE_CHECKING:  # Imported on use, so that sampling starts without them.
     from gpt.corpus.corpus import Listener
     from gpt.corpus.token_folder import TokenFolder
     from gpt.exporting.export import Exported
-    from gpt.exporting.source import SourceModel
     from gpt.insight.before_after import BeforeAfter
     from gpt.training.context import Listener as RunListener
     from gpt.training.context import Result
@@ -102,18 +102,14 @@ class LanguageModel:
         return Engine(context, self.tokenizer.ends)
 
     @functools.cached_property
-    def _constraints(self) -> ConstraintCache:
-        return ConstraintCache(self.tokenizer)
-
-    @functools.cached_property
     def call_format(self) -> CallFormat:
         """How the model writes tool calls."""
         return find_format(self.tokenizer)
 
     @functools.cached_property
-    def call_constraints(self) -> ConstraintCache:
-        """The compiled constraints of answers that can call tools."""
-        return ConstraintCache(self.tokenizer, [self.call_format.trigger])
+    def constraints(self) -> ConstraintCache:
+        """The compiled constraints of structured output and of answers that can call tools."""
+        return ConstraintCache(self.tokenizer, lambda: self.call_format.trigger)
 
     def write(
         self,
@@ -127,7 +123,7 @@ class LanguageModel:
         ``constraint`` replaces that of ``config``. The result depends only on the arguments, except for rounding where
         steps don't run in C (docs/generate.md)."""
         config = config or self.sampling.apply(SampleConfig(), ())
-        constraint = constraint or self._constraints.find(config)
+        constraint = constraint or self.constraints.find(config)
         writer = TextGenerator(self.engine, self.tokenizer, config, seed, constraint)
         return Writing(writer.write([prompt], [0 if config.beam else index]))
 
@@ -138,7 +134,7 @@ class LanguageModel:
         change the samples. Raises `UserError` for unsupported settings."""
         config = config or self.sampling.apply(SampleConfig(), ())
         config.check_num(num)
-        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self._constraints.find(config))
+        writer = TextGenerator(self.engine, self.tokenizer, config, seed, self.constraints.find(config))
         return writer.write(prompts, range(num))
 
     def generate(self, prompt: str = "", *, seed: int = 1337, num: int = 1, **settings: Any) -> list[str]:
@@ -179,11 +175,19 @@ class LanguageModel:
         """Measures the loss over files, folders or named corpora of any size. In a token folder, which must have this
         model's tokenizer, measures the loss over one ``side``. With ``compare``, also measures the text's
         yardsticks."""
-        config = config or ReadConfig()
+        config, scored = config or ReadConfig(), 0
+
+        def report(window: Window, losses: Any, total: int) -> None:
+            nonlocal scored
+            scored += len(losses)
+            if on_window is not None:
+                on_window(window, losses, total)
+            listen(events.Progress("scored", scored, total, "tokens"))
+
         if side not in SIDES:
             raise UserError(f'there is no split "{side}"', did_you_mean(side, SIDES))
         with _open_documents(texts, self.tokenizer, config, side, listen, self.note) as (tokens, documents):
-            result = evaluate(self.model, self.tokenizer, documents, self.compute, stride, on_window, block_size)
+            result = evaluate(self.model, self.tokenizer, documents, self.compute, stride, report, block_size)
             if compare:
                 from gpt.insight.report import find_yardsticks
 
@@ -350,7 +354,8 @@ def export(
 
     with exports.write_atomically(target):
         models = (source.weights, stored_weights)
-        before, after = _measure_losses(eval, source, models, build_model, listen) if eval else (None, None)
+        losses = [build_model(weights).evaluate_files([eval], listen=listen).loss for weights in models if eval]
+        before, after = losses or (None, None)
         opening = None
         if (plan := exports.plan_opening(source, target, compute.memory())) is not None:
             opening = [*build_model(stored_weights).write_all([plan[0]], plan[1])][-1].sample
@@ -369,31 +374,6 @@ def export(
         time.monotonic() - start_time,
         source.tokenizer.chat_template is not None,
     )
-
-
-def _measure_losses(
-    text: str,
-    source: "SourceModel",
-    models: Sequence[checkpoint.Parameters],
-    build_model: Callable[[checkpoint.Parameters], LanguageModel],
-    listen: "Listener",
-) -> list[float]:
-    """Measures the loss on ``text`` with the weights of each of ``models``."""
-    losses: list[float] = []
-    done_tokens = 0
-
-    def on_window(window: object, losses: Sized, total: int) -> None:
-        nonlocal done_tokens
-        done_tokens += len(losses)
-        listen(events.Progress("scored", done_tokens, len(models) * total, "tokens"))
-
-    with _open_documents([text], source.tokenizer, ReadConfig(), "val", listen) as (_, documents):
-        for weights in models:
-            model = build_model(weights)
-            result = evaluate(model.model, source.tokenizer, documents, model.compute, None, on_window)
-            losses.append(result.loss)
-            del model  # Keep only one model in memory.
-    return losses
 
 
 def compare_with_base(

@@ -106,8 +106,7 @@ def served(
     chunk: int = 16,
     sampling: Mapping[str, Any] | None = None,
     other: LanguageModel | None = None,
-    idle_seconds: float | None = None,
-    load: Callable[[], Context] | None = None,
+    name: str = "tiny",
     **settings: Any,
 ) -> Iterator[Served]:
     """Serves a model, with the given ``sampling`` defaults, and possibly an ``other``, until the end of the block."""
@@ -116,13 +115,12 @@ def served(
     def make_service(name: str, model: LanguageModel) -> Service:
         context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
         worker = Worker(context, model.tokenizer.ends, metrics)
-        worker.idle_seconds, worker.load = idle_seconds, load or (lambda: context)
         worker.engine.scheduler.chunk = chunk  # Small, so that prompts take several steps.
         size = min(config.context or context.size, context.size)
         training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None
         return Service(name, model.tokenizer, size, worker, config, metrics, 1, sampling or {}, training)
 
-    services = [make_service("tiny", model), *([make_service("other", other)] if other else [])]
+    services = [make_service(name, model), *([make_service("other", other)] if other else [])]
     server, sock, ready = Server(services, notes.append), servers.listen(config), threading.Event()
     http = servers.http_server(server, ready.set)
 

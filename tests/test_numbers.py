@@ -24,7 +24,7 @@ DAMAGE: dict[str, Callable[[GPT], Tensor]] = {
     "infinity": lambda model: next(model.h[0].mlp.parameters())[0].fill_(math.inf),  # type: ignore[union-attr]
 }
 SAMPLE_OPTIONS = (
-    "-N 3 --seed 1", "--greedy", "--beam 2", "--speculate 4 --greedy", "--dtype int8 --greedy",
+    "-N 3 --seed 1", "--greedy", "--beam 2", "--dtype int8 --greedy",
     "--repetition-penalty 2 --no-repeat-ngram 2 --min-tokens 3 --seed 1",
 )  # fmt: skip
 

@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpt.config import events
 from gpt.config.text import ReadConfig
 
 from .. import inputs
@@ -51,16 +50,12 @@ def evaluate(
     with progress.startup_spinner(quiet):
         from gpt import api
     loaded = api.load(model, device=device, dtype=dtype, threads=threads, note=render.note)
-    scored = 0
 
-    def on_window(window: "Window", losses: Any, total: int) -> None:
-        nonlocal scored
-        scored += len(losses)
-        if per_token:
-            for values in json_results.scored_tokens(window, losses, loaded.tokenizer):
-                render.json_line(values)
-        display(events.Progress("scored", scored, total, "tokens"))
+    def print_tokens(window: "Window", losses: Any, total: int) -> None:
+        for values in json_results.scored_tokens(window, losses, loaded.tokenizer):
+            render.json_line(values)
 
+    on_window = print_tokens if per_token else None
     with progress.TrainDisplay(quiet) as display:
         result = loaded.evaluate_files(text, settings, split, stride, display, on_window, block_size, not per_token)
     if json:

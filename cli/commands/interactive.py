@@ -145,7 +145,7 @@ class Interaction:
         if self.tools:
             if conflict := "ignore-eot" if settings.ignore_eot else settings.constraint and settings.constraint[0]:
                 raise UserError(f"{conflict.replace('_', '-')} and --tools cannot be combined", "leave one of them out")
-            loaded.call_constraints.find(settings, loaded.call_format.grammar(self.tools, ""))
+            loaded.constraints.find(settings, loaded.call_format.grammar(self.tools, ""))
         self.loaded, self.chosen, self.given, self.settings = loaded, chosen, {*given}, settings
 
     def _retry(self, _: str) -> None:
@@ -216,7 +216,7 @@ class Interaction:
         """Returns the constraint of an answer that can call tools, after its ``start``."""
         if not rendered.grammar:
             return None
-        constraint = self.loaded.call_constraints.find(self.settings, rendered.grammar, rendered.thinking)
+        constraint = self.loaded.constraints.find(self.settings, rendered.grammar, rendered.thinking)
         for id in start:
             constraint = constraint and constraint.with_token(id)
         return constraint

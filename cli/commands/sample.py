@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpt.config.sample import SampleConfig
-from gpt.system.errors import UserError
+from gpt.system.errors import UserError, WorkError
 
 from .. import inputs
 from ..options import OUTPUT, Device, Dtype, Json, Model, PromptFile, Quiet, Seed, Threads, option, takes
@@ -17,6 +17,8 @@ from .interactive import UNUSED, converse, resolve_constraint
 if TYPE_CHECKING:
     from gpt.api import LanguageModel
     from gpt.decoding.write import Piece
+
+PROMPT_FORM = 'a line is {"prompt": "Once upon"}'
 
 
 @takes(SampleConfig)
@@ -30,7 +32,7 @@ def sample(
     prompt_file: PromptFile = None,
     prompts: Annotated[
         Path | None,
-        option(help='Many prompts: JSON lines of {"prompt": …}; - is stdin', rich_help_panel="Text"),
+        option(help='Many prompts: JSON lines of {"prompt": …}, or a table; - is stdin', rich_help_panel="Text"),
     ] = None,
     num: Annotated[
         int, option("--num", "-N", help="Number of samples, or of beams to return", min=1, max=2**63 - 1)
@@ -104,17 +106,28 @@ def _read_prompts(prompt: str | None, prompt_file: Path | None, prompts: Path | 
         return [inputs.read_text(prompt, prompt_file, "prompt", "--prompt-file")]
     if prompt is not None or prompt_file is not None:
         raise UserError("a prompt and --prompts were both given", "give only one of them")
-    from gpt.decoding.prompt_files import parse_prompts
+    from gpt.config.text import ReadConfig
+    from gpt.documents import sources
+    from gpt.documents.documents import Reader
+    from gpt.documents.formats import text_form
 
-    return parse_prompts(inputs.read_lines(prompts, "prompts"), inputs.display_name(prompts))
+    inputs.announce_stdin([str(prompts)], "prompts")
+    found, reader = sources.find([str(prompts)]), Reader(ReadConfig())
+    try:
+        texts = [text for source in found for text in reader.records(source, text_form("prompt"))]
+    except WorkError:
+        raise
+    except UserError as error:  # Its hint can name options of other commands.
+        raise UserError(error.message, PROMPT_FORM) from None
+    if not texts:
+        raise UserError(f"{inputs.display_name(prompts)} contains no prompt", PROMPT_FORM)
+    return texts
 
 
 def _note_ineffective(settings: SampleConfig, given: Collection[str], note: Callable[[str], None]) -> None:
     draws_with = [*(["temperature"] if settings.temperature else []), "top_k", "top_p", "min_p"]
     greedy = "--beam" if settings.beam else "--greedy" if settings.greedy else "--temperature 0"
     for applies, names, where in (
-        (settings.constraint, ["speculate"], "with structured output"),
-        (settings.beam, ["speculate"], "with --beam"),
         (not settings.beam, ["length_penalty", "early_stopping"], "without --beam"),
         (not settings.draws, draws_with, f"with {greedy}"),
     ):

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from gpt.decoding.context import count_common
 from gpt.system.child import end_program, start_program
 from gpt.system.errors import UserError
 from gpt.tokenizers.importing import content
@@ -178,7 +179,7 @@ def _find_answers(
 def _find_start(before: str, prompt: str, after: str, content: str, specials: re.Pattern[str]) -> int:
     """Returns the start of an answer in ``after``: the first difference from ``prompt``. If this position is inside the
     answer's content or end token, returns the start of the content or token."""
-    start = next((i for i, (a, b) in enumerate(zip(prompt, after, strict=False)) if a != b), len(prompt))
+    start = count_common(prompt, after)
     if start < len(before):
         raise UserError(
             "the chat template changes earlier messages when an answer is added",

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from gpt.chat import chat
 from gpt.config.text import TextConfig
 from gpt.corpus.corpus import MIN_HASHED_DOCUMENTS, empty_error, find_sources, hash_fraction
+from gpt.decoding.context import count_common
 from gpt.documents import sources
 from gpt.documents.documents import OnNote, Reader, Skipped, has_records, utf8_size
 from gpt.documents.formats import BadRecord, RecordForm, get_string, option_hint, parse_column
@@ -298,12 +299,6 @@ def _extract_prompt(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
     if start and chosen[start - 1] == " ":  # A tokenizer joins a space to the word after it.
         start -= 1
     return chosen[:start], chosen[start:], rejected[start:]
-
-
-def count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
-    """Returns the length of the common beginning of two sequences."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _find_objects(value: Any) -> list[Any] | None:

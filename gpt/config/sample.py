@@ -73,10 +73,6 @@ class SampleConfig:
     batch: int = _machine(
         0, "Samples per batch; does not change the texts", shown="set by the device", low=0, high=2**16
     )
-    speculate: int = _machine(
-        0, "Draft up to K tokens from the text so far: same text, faster if it is repetitive", metavar="K", shown="off",
-        low=0, high=64,
-    )  # fmt: skip
     logprobs: int | None = _output(
         None, "With --json: log-probabilities of each token and of the K most likely ones", metavar="K", shown="off",
         low=0, high=2**20,

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,9 +75,9 @@ class Constraint:
 class ConstraintCache:
     """Compiles constraints for a model's vocabulary, with an LRU cache."""
 
-    def __init__(self, tokenizer: Tokenizer, marks: Collection[str] = ()) -> None:
-        """``marks`` are the special tokens that grammars have as text."""
-        self._tokenizer, self._marks = tokenizer, {THINK, END_THINK, *marks}
+    def __init__(self, tokenizer: Tokenizer, find_mark: Callable[[], str] = lambda: "") -> None:
+        """``find_mark`` returns a special token that grammars have as text, such as the one that begins tool calls."""
+        self._tokenizer, self._find_mark = tokenizer, find_mark
         self._compiled = functools.lru_cache(CACHE_SIZE)(self._compile)
 
     def find(self, config: SampleConfig, tools: str = "", thinking: Thinking = "") -> Constraint | None:
@@ -117,7 +117,8 @@ class ConstraintCache:
         except ModuleNotFoundError:
             raise UserError("structured output needs the package llguidance", install_extra("structured")) from None
         tokenizer = self._tokenizer
-        specials = (id for word, id in tokenizer.all_specials.items() if word not in self._marks)
+        marks = (THINK, END_THINK, self._find_mark())
+        specials = (id for word, id in tokenizer.all_specials.items() if word not in marks)
         wrapper = SimpleNamespace(
             is_tokenizer_wrapper=True,
             tokens=[tokenizer.decode_bytes([id]) for id in range(tokenizer.usable)],

@@ -145,7 +145,7 @@ class Context:
         length = len(slot.token_ids) if soon else slot.length
         if slot.start or slot.length > self.cache.max_positions or len(prompt) > self.size:
             return 0
-        prefix_length = min(_common_prefix(slot.token_ids, prompt), len(prompt) - 1, length)
+        prefix_length = min(count_common(slot.token_ids, prompt), len(prompt) - 1, length)
         written = max(slot.written, length)
         return prefix_length if self.cache.can_rewind(written, written - prefix_length) else 0
 
@@ -170,7 +170,7 @@ class Context:
         prefix_length = 0
         if source.start == target.start:
             prefix_length = min(
-                _common_prefix(source.token_ids, target.token_ids) - source.start, source.length, target.length
+                count_common(source.token_ids, target.token_ids) - source.start, source.length, target.length
             )
         written = max(source.written, target.written)
         target.forget()
@@ -224,8 +224,8 @@ def _check_memory(model: GPT, compute: Compute, rows: int, positions: int) -> No
         )
 
 
-def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns the length of the common prefix."""
+def count_common(a: Sequence[object], b: Sequence[object]) -> int:
+    """Returns the length of the common prefix of two lists, or of two strings."""
     limit, start = min(len(a), len(b)), 0
     while start < limit and a[start : start + 64] == b[start : start + 64]:
         start += 64

@@ -133,7 +133,7 @@ class Engine:
 
     def step(self) -> list[Update]:
         """Starts waiting requests if slots are free, and prefills prompts. Computes the next token of every prefilled
-        request, or several tokens if guesses are correct. Returns an update for each running request.
+        request. Returns an update for each running request.
 
         On a GPU, tokens are read after the next step is launched, so that the GPU doesn't wait for the host. If the
         host needs the tokens sooner (see `can_run_ahead`), it reads them immediately. Slots with unread tokens aren't
@@ -187,7 +187,7 @@ class Engine:
         return self.runs_ahead and all(
             state.can_run_ahead and self.context.count_free_positions(state.live_slots[0])
             for draw in self._draws
-            for state, _ in draw.places
+            for state in draw.states
         )
 
     def _read_draws(self) -> None:
@@ -230,22 +230,20 @@ class Engine:
             (state for state in ready if not (state.search or state.done)),
             key=lambda state: first_number[state.filters],
         )
-        places = [(state, t) for state in sampled for t in range(len(state.guesses) + 1)]
-        rows = [slot_ends[state.live_slots[0]] - len(state.guesses) + t - 1 for state, t in places]
-        rows += [slot_ends[slot] - 1 for state in searches for slot in state.live_slots]
+        rows = [slot_ends[slot] - 1 for state in [*sampled, *searches] for slot in state.live_slots]
         if not rows:
             return
         logits = self.context.logits(select(x, rows))
-        slot_logits = torch.split(logits, [len(places), *(len(state.live_slots) for state in searches)])
-        if places:
-            self._draws.append(sampler.draw(slot_logits[0], places))
+        slot_logits = torch.split(logits, [len(sampled), *(len(state.live_slots) for state in searches)])
+        if sampled:
+            self._draws.append(sampler.draw(slot_logits[0], sampled))
         for state, state_logits in zip(searches, slot_logits[1:], strict=True):
             sampler.extend(state, state_logits, self.context)
 
 
 def _sort_ids(draws: Sequence[Draw]) -> Tensor:
     """Returns drawn ids (n) in slot order."""
-    rows = [state.live_slots[0].row for draw in draws for state, _ in draw.places]
+    rows = [state.live_slots[0].row for draw in draws for state in draw.states]
     ids = torch.cat([draw.ids for draw in draws]) if len(draws) > 1 else draws[0].ids
     return (ids if rows == sorted(rows) else ids[upload(np.argsort(rows), ids.device)])[:, 0]
 

@@ -1,4 +1,4 @@
-"""Chooses tokens for running requests from logits: greedily, at random, by verifying guesses, or by beam search."""
+"""Chooses tokens for running requests from logits: greedily, at random, or by beam search."""
 
 import itertools
 import math
@@ -16,58 +16,43 @@ from gpt.decoding.sequence import RequestState
 from gpt.system.errors import UserError
 
 POSITIONS_AT_ONCE = 64  # Maximum number of prompt positions whose logits are computed together.
-Place = tuple[RequestState, int]  # A request, and how many of its guesses precede the new token.
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A token for each place, chosen on the device and being copied to the host."""
+    """A token for each request, chosen on the device and being copied to the host."""
 
-    places: Sequence[Place]
+    states: Sequence[RequestState]
     ids: Tensor  # Ids (n, 1) on the device.
     scores: Download
 
 
-def draw(logits: Tensor, places: Sequence[Place]) -> Draw:
-    """Chooses a token for each place from logits (n, V). Batches adjacent places with equal filters."""
+def draw(logits: Tensor, states: Sequence[RequestState]) -> Draw:
+    """Chooses a token for each request from logits (n, V). Batches adjacent requests with equal filters."""
     chosen_ids: list[Tensor] = []
     offset = 0
-    for filters, members in itertools.groupby(places, key=lambda place: place[0].filters):
+    for filters, members in itertools.groupby(states, key=lambda state: state.filters):
         group = [*members]
-        sequences = [
-            state.live_slots[0].token_ids + state.guesses[:t] if filters.looks_back else () for state, t in group
-        ]
-        counts = [state.token_index - len(state.guesses) + t for state, t in group]
-        allowed = apply_constraints(logits[offset : offset + len(group)], [state.constraint for state, _ in group])
+        sequences = [state.live_slots[0].token_ids if filters.looks_back else () for state in group]
+        counts = [state.token_index for state in group]
+        allowed = apply_constraints(logits[offset : offset + len(group)], [state.constraint for state in group])
         adjusted = filters.adjust(allowed, sequences, counts)
-        keys = [step_key(state.key, n) for (state, _), n in zip(group, counts, strict=True)] if filters.draws else []
+        keys = [step_key(state.key, state.token_index) for state in group] if filters.draws else []
         chosen_ids.append(filters.choose(adjusted, upload(as_int64(keys), logits.device))[:, None])
         offset += len(group)
     ids = torch.cat(chosen_ids) if len(chosen_ids) > 1 else chosen_ids[0]
-    top = max(state.request.config.logprobs or 0 for state, _ in places)
-    return Draw(places, ids, Download(*score_tokens(ids, logits, top)))
+    top = max(state.request.config.logprobs or 0 for state in states)
+    return Draw(states, ids, Download(*score_tokens(ids, logits, top)))
 
 
 def take(batch: Draw, context: Context, ends: Collection[int]) -> None:
-    """Reads tokens from the device and appends them to their requests, up to the first wrong guess."""
-    top = [state.request.config.logprobs or 0 for state, _ in batch.places]
-    for (state, t), [token] in zip(batch.places, to_tokens(batch.scores.read(), top), strict=True):
-        [slot], guesses = state.live_slots, state.guesses
-        if t and (
-            state.done
-            or len(slot.token_ids) != slot.computed - len(guesses) + t
-            or slot.token_ids[-1] != guesses[t - 1]
-        ):
-            continue
+    """Reads tokens from the device and appends them to their requests."""
+    top = [state.request.config.logprobs or 0 for state in batch.states]
+    for state, [token] in zip(batch.states, to_tokens(batch.scores.read(), top), strict=True):
         if math.isnan(token.logprob or 0.0):
             fail(state, nan_error(), context)
         elif not state.done:  # The previous token or a cancellation can have ended the request.
             state.take(token, ends)
-    for state, _ in batch.places:
-        [slot] = state.live_slots
-        if state.guesses and slot.token_ids:
-            slot.length = len(slot.token_ids) - 1 - slot.start
-        state.guesses = []
 
 
 def extend(state: RequestState, logits: Tensor, context: Context) -> None:

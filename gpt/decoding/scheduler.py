@@ -1,6 +1,5 @@
 """Decides which requests run, in which slots, and how many ids each gets per step."""
 
-import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice
@@ -111,20 +110,15 @@ class Scheduler:
         while not self.free and (victim := self.find_victim()) is not None:
             self._pause(victim)
             self._admit()
-        prefilling, guess_count = [], 0
+        prefilling = []
         for state in self.running:
-            free_positions = self.context.count_free_positions(state.live_slots[0])
-            if free_positions == 0:
+            if self.context.count_free_positions(state.live_slots[0]) == 0:
                 for slot in state.live_slots:
                     self.context.slide(slot)
             state.count = 1
             if state.uncomputed > 1:
                 state.count = 0
                 prefilling.append(state)
-            elif state.request.config.speculate:
-                state.guesses = state.guess(min(free_positions, 1 + self.chunk - guess_count))
-                guess_count += len(state.guesses)
-                state.count += len(state.guesses)
         total = 0
         by_arrival = sorted(prefilling, key=lambda state: state.number)
         for queue, budget in (
@@ -198,7 +192,7 @@ class Scheduler:
         state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
         state.live_slots = [first_slot]
         if state.ids is state.request.ids:  # A resumed request finds its own positions.
-            state.cached, state.started = prefix_length, time.monotonic()
+            state.cached = prefix_length
         context.begin(first_slot, ids, source, prefix_length, state.start)
         state.constraint = state.constraint or (state.request.constraint and state.request.constraint.copy())
         if echoes:

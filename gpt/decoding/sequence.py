@@ -9,7 +9,6 @@ from gpt.decoding.beam import Hypothesis, Search, StopCheck
 from gpt.decoding.constraint import Constraint
 from gpt.decoding.context import Slot
 from gpt.decoding.logits import Filters, Token, sample_key
-from gpt.decoding.lookup import Lookup
 from gpt.system.errors import UserError
 
 Group = tuple[object, ...]  # A group of requests, after those that it is part of.
@@ -46,8 +45,7 @@ class Update:
 
     The first update after prefill has the ``prompt`` tokens, if their log-probabilities were requested. In a beam
     search, ``tokens`` are shared by all hypotheses, and the last update has the ``best`` hypotheses, sorted. ``reason``
-    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache. ``started`` is when the
-    request got a slot, by `time.monotonic`.
+    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
     """
 
     number: int
@@ -57,7 +55,6 @@ class Update:
     best: Sequence[Hypothesis] = ()
     error: UserError | None = None
     cached: int = 0
-    started: float = field(default=0.0, compare=False)
 
 
 Deliver = Callable[[Update], object]
@@ -78,12 +75,9 @@ class RequestState:
     slots: list[Slot] = field(default_factory=list)  # Of a running request.
     live_slots: list[Slot] = field(default_factory=list)  # One slot, or one per live hypothesis.
     count: int = 0  # Number of ids that each live slot gets in the current step.
-    guesses: list[int] = field(default_factory=list)  # Speculated ids, included in ``count``.
-    lookup: Lookup = field(default_factory=Lookup)
     prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
     done: bool = False
     cached: int = 0
-    started: float = 0.0
     tokens: list[Token] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)
     reason: str | None = None
@@ -110,23 +104,12 @@ class RequestState:
     @property
     def can_run_ahead(self) -> bool:
         """Whether the next token can be computed before the host has read the previous token."""
-        config = self.request.config
-        needs_host = (
-            self.search is not None or self.constraint is not None or self.filters.looks_back or config.speculate
-        )
-        return not (needs_host or self.token_index + 1 == config.max_tokens)
+        needs_host = self.search is not None or self.constraint is not None or self.filters.looks_back
+        return not (needs_host or self.token_index + 1 == self.request.config.max_tokens)
 
     def next_ids(self, slot: Slot) -> list[int]:
-        """Returns the known ids and guesses that a slot gets in the current step."""
-        return (slot.token_ids[slot.computed :] + self.guesses)[: self.count]
-
-    def guess(self, free_positions: int) -> list[int]:
-        """Returns guesses of the next ids, if the request uses speculative decoding."""
-        config, ids = self.request.config, self.live_slots[0].token_ids
-        generated = len(ids) - len(self.request.ids)
-        max_guesses = min(free_positions - 1, config.speculate, config.max_tokens - generated - 1)
-        unsupported = self.search is not None or self.constraint is not None  # Guesses ignore constraints.
-        return self.lookup.guess(ids, max_guesses) if max_guesses > 0 and generated and not unsupported else []
+        """Returns the known ids that a slot gets in the current step."""
+        return slot.token_ids[slot.computed :][: self.count]
 
     def take(self, token: Token, ends: Collection[int]) -> None:
         """Appends a token, and ends the request if the token is the last."""
@@ -160,7 +143,7 @@ class RequestState:
         if self.search is not None and self.error is None:
             tokens = self.search.take_agreed()
             best = self.search.ended if self.done else ()
-        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached, self.started)
+        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)
         if self.deliver is not None:
             self.deliver(update)
         return update

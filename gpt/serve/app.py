@@ -45,10 +45,6 @@ SMALL_CONSTRAINT = 2**14  # Characters of the constraints that don't wait for la
 MAX_VALUES = 2**21  # Maximum tokens and log-probabilities per request.
 T = TypeVar("T")
 _PUBLIC_ROUTES = ("/", "/health", "/models", "/models/{id:path}")  # Routes that need no API key.
-_UNSUPPORTED_APIS = (
-    "assistants", "audio", "batches", "conversations", "embeddings", "evals", "files", "fine_tuning", "images",
-    "moderations", "realtime", "threads", "uploads", "vector_stores", "videos",
-)  # fmt: skip
 
 
 class Server:
@@ -62,10 +58,10 @@ class Server:
         self.aborted = False
         self._inspecting = asyncio.Lock()
         workers = [service.worker for service in services]
-        metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
-        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers if worker.engine))
+        metrics.waiting.set_function(lambda: sum(not answer.has_begun for answer in self.pending))
+        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers))
         metrics.cached.set_function(
-            lambda: sum(slot.length for worker in workers if worker.engine for slot in worker.engine.context.slots)
+            lambda: sum(slot.length for worker in workers for slot in worker.engine.context.slots)
         )
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
@@ -164,8 +160,6 @@ class Server:
         lanes = self.in_flight.lanes
         return await asyncio.get_running_loop().run_in_executor(lanes[lane or request.state.lane], work)
 
-    # Small routes
-
     async def _models(self, request: Request) -> Response:
         models = [_model_object(service) for service in self.services.values()]
         return JSONResponse({"object": "list", "data": models})
@@ -255,8 +249,6 @@ class Server:
         text, policy = page()
         return HTMLResponse(text, headers={"Content-Security-Policy": policy, "Referrer-Policy": "no-referrer"})
 
-    # Texts
-
     async def _complete(
         self, read: Callable[..., tuple[list[str | Sequence[int]], Generation]], form: type[Form], request: Request
     ) -> Response:
@@ -299,21 +291,15 @@ class Server:
         max_tokens = min(free_positions, generation.config.max_tokens)
         min_tokens = min(generation.config.min_tokens, max_tokens)
         config = replace(generation.config, max_tokens=max_tokens, min_tokens=min_tokens)
-        generation = replace(
-            generation, config=config, thinking=rendered.thinking, call_format=rendered.call_format,
-            tools_grammar=rendered.grammar,
-        )  # fmt: skip
+        generation = replace(generation, config=config, rendered=rendered)
         return await self._generate(request, service, [prompt], generation, form)
 
     async def _render(self, request: Request, service: Service, chat_prompt: ChatPrompt) -> Rendered:
         """Renders a conversation with the chat template."""
-        messages, tools, find_format = chat_prompt.messages, chat_prompt.tools, lambda: service.call_format
         if service.tokenizer.chat_template is None:
             raise ApiError(400, "this model has no chat template for messages; use /v1/completions", "messages")
-        render = partial(
-            tool_calls.render, service.tokenizer, messages, tools, find_format, answer=chat_prompt.answer,
-            open_end=chat_prompt.open_end, thinks=chat_prompt.thinks, variables=chat_prompt.variables,
-        )  # fmt: skip
+        find_format = lambda: service.call_format
+        render = partial(tool_calls.render, service.tokenizer, find_format=find_format, **vars(chat_prompt))
         return await self._in_thread(request, render, lane="chat")
 
     async def _encode(self, request: Request, service: Service, text: str) -> list[int]:
@@ -329,13 +315,11 @@ class Server:
         self, request: Request, service: Service, prompts: list[Prompt], generation: Generation, form: Form
     ) -> Response:
         _check_size(service, prompts, generation)
-        constraint = None
+        constraint, config, rendered = None, generation.config, generation.rendered
         if generation.constrained_by is not None:
             try:
-                find_constraint = partial(
-                    service.constraints.find, generation.config, generation.tools_grammar, generation.thinking
-                )
-                size = sum(map(len, generation.tools_grammar or (generation.config.constraint or ("", ""))[1]))
+                find_constraint = partial(service.constraints.find, config, rendered.grammar, rendered.thinking)
+                size = sum(map(len, rendered.grammar or (config.constraint or ("", ""))[1]))
                 lane = "constraint" if size <= SMALL_CONSTRAINT else "large constraint"
                 constraint = await self._in_thread(request, find_constraint, lane)
             except UserError as error:
@@ -361,7 +345,7 @@ class Server:
 
 
 def _model_object(service: Service) -> dict[str, Any]:
-    config = service.worker.model_config
+    config = service.worker.engine.context.model.config
     return {
         "id": service.name, "object": "model", "created": service.created, "owned_by": "gpt",
         "context_length": service.context_length, "layers": config.n_layer, "heads": config.n_head,
@@ -371,8 +355,8 @@ def _model_object(service: Service) -> dict[str, Any]:
 
 def _check_ready(service: Service) -> None:
     """Raises `UserError` if the model cannot generate text."""
-    if (engine := service.worker.engine) is not None and engine.failure is not None:
-        raise engine.failure
+    if (failure := service.worker.engine.failure) is not None:
+        raise failure
     service.stamps.check()
 
 
@@ -437,11 +421,7 @@ def _too_long_error(field: str, length: str) -> ApiError:
 
 
 async def _not_found(request: Request, error: Exception) -> Response:
-    path = request.url.path
-    message = f"there is no route {request.method} {path:.200}"
-    if (name := path.removeprefix("/v1").strip("/").partition("/")[0]) in _UNSUPPORTED_APIS:
-        message += f": this server has no {name} API, only completions, chat completions and responses"
-    return error_response(ApiError(404, message))
+    return error_response(ApiError(404, f"there is no route {request.method} {request.url.path:.200}"))
 
 
 async def _not_allowed(request: Request, error: Exception) -> Response:

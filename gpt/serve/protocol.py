@@ -10,9 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpt.chat.chat import read_call, reasoning
-from gpt.chat.tool_calls import CallFormat, Tools, read_names
+from gpt.chat.tool_calls import Rendered, Tools, read_names
 from gpt.config.sample import SampleConfig
-from gpt.decoding.constraint import Thinking
 from gpt.system.errors import UserError
 
 MAX_CHOICES, MAX_LOGPROBS, MAX_STOPS, MAX_PROMPTS, MAX_BIASES = 128, 20, 256, 128, 1024
@@ -75,9 +74,7 @@ class Generation:
     echo: bool
     stop_ids: frozenset[int] = frozenset()
     constrained_by: str | None = None  # Name of the constraint's field in the request.
-    thinking: Thinking = ""  # Of a chat.
-    call_format: CallFormat | None = None  # If an answer can call tools.
-    tools_grammar: str = ""
+    rendered: Rendered = Rendered("", "")  # Of a chat.
     token_details: bool = False  # Adds token ids and bytes to completions.
     gap: Gap | None = None  # Of a completion that fills a gap.
 
@@ -234,7 +231,6 @@ def _read_generation(fields: Fields, limit: int, default_tokens: int, chat: bool
         min_tokens=fields.count("min_tokens", 0, 0, limit),
         ignore_eot=fields.flag("ignore_eos"),
         stop=_read_stops(fields.value("stop", [], str)),
-        speculate=fields.count("speculate", 0, 0, 64),
         **_read_constraint(fields),
         logprobs=logprobs,
         echo_logprobs=echo and logprobs is not None,

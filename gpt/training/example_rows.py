@@ -15,8 +15,9 @@ import numpy as np
 import numpy.typing as npt
 
 from gpt.chat import chat
-from gpt.chat.examples import Conversation, Example, Pair, Preference, Prompt, count_common
+from gpt.chat.examples import Conversation, Example, Pair, Preference, Prompt
 from gpt.corpus.batches import Int64s, shuffle_indices
+from gpt.decoding.context import count_common
 from gpt.documents.documents import utf8_size
 from gpt.insight.evaluate import Window, pad
 from gpt.model.loss import IGNORED

@@ -38,6 +38,7 @@ TRANSLATIONS = [
 ]
 PAIRS = [{"prompt": "I love you =>", "completion": " ti amo"}, *TRANSLATIONS]
 EOT = 256
+SMALL = ["--n-layer", "1", "--n-head", "2", "--n-embd", "16", "--block-size", "64", "--dtype", "float32"]
 
 
 def jsonl(pairs: list[Any]) -> str:
@@ -52,7 +53,7 @@ def file(workdir: Path) -> Path:
 
 
 def test_training_on_pairs_prints_counts_and_next_command(gpt: Gpt, file: Path) -> None:
-    result = gpt("train", file, "--pairs", "--steps", "4", "--dtype", "float32")
+    result = gpt("train", file, "--pairs", "--steps", "4", *SMALL)
     assert result.code == 0, result.err
     assert "59 pairs to train on, 6 held out" in result.err  # A tenth of the 65 pairs is held out.
     assert "gpt sample 'want her =>' --greedy -m" in result.out  # The first held-out prompt
@@ -62,7 +63,7 @@ def test_training_on_pairs_prints_counts_and_next_command(gpt: Gpt, file: Path) 
 
 
 def test_pairs_are_inferred_from_the_keys(gpt: Gpt, file: Path) -> None:
-    options = ["--steps", "2", "--dtype", "float32", "--sample-every", "0"]
+    options = ["--steps", "2", *SMALL, "--sample-every", "0"]
     assert gpt("train", file, "--pairs", *options, "-o", "asked").code == 0
     result = gpt("train", file, *options, "-o", "inferred")
     assert result.code == 0, result.err
@@ -124,7 +125,8 @@ def test_file_names_need_not_be_utf8(file: Path) -> None:
 
 def test_held_out_loss_counts_only_completions(file: Path) -> None:
     """The expected loss comes from the checkpoint's logits."""
-    result = library.train(file, pairs=True, steps=6, dtype="float32", sample_every=0)
+    settings: dict[str, Any] = {**TINY, "block_size": 64, "pairs": True, "steps": 6, "dtype": "float32"}
+    result = library.train(file, **settings)
     model = library.load(result.run)
     total, count, size = 0.0, 0, 0
     for pair in PAIRS[-6:]:
@@ -254,7 +256,7 @@ FILES = {
 @pytest.mark.parametrize("option", FILES)
 @pytest.mark.parametrize("val_text", ["data/val", "link", "data/v*", "subfolder"])
 def test_held_out_files_are_not_trained_on(gpt: Gpt, workdir: Path, option: str, val_text: str) -> None:
-    options = [option, "--steps", "1", "--tokenizer", "bytes", "--sample-every", "0", "-o", "run"]
+    options = [option, "--steps", "1", "--tokenizer", "bytes", "--sample-every", "0", "-o", "run", *SMALL]
     suffix = ".txt" if option == "--split-on=-" else ".jsonl"
     for name, text in zip(("train", "val"), FILES[option], strict=True):
         Path(f"data/{name}{suffix}").parent.mkdir(exist_ok=True)
@@ -286,7 +288,7 @@ def test_empty_held_out_text_is_an_error(gpt: Gpt, workdir: Path, option: str) -
 
 def test_copies_of_held_out_pairs_are_named(gpt: Gpt, file: Path) -> None:
     Path("val.jsonl.gz").write_bytes(gzip.compress((jsonl(TRANSLATIONS[:3]) + "{\n").encode()))
-    options = ["--pairs", "--val-text", "val.jsonl.gz", "--skip-bad", "--steps", "1", "--sample-every", "0"]
+    options = ["--pairs", "--val-text", "val.jsonl.gz", "--skip-bad", "--steps", "1", "--sample-every", "0", *SMALL]
     result = gpt("train", file, *options)
     assert result.code == 0, result.err
     assert "skipped: val.jsonl.gz, line 4: not JSON" in result.err
@@ -348,7 +350,7 @@ def test_answers_are_checked_on_samples_of_training_and_held_out_pairs(
     gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(evaluation, "MAX_CHECKED_PAIRS", 10)
-    result = gpt("train", file, "--pairs", "--steps", "2", "--dtype", "float32", "--json")
+    result = gpt("train", file, "--pairs", "--steps", "2", *SMALL, "--json")
     assert "answers" not in result.out
     recorded = json.loads(Path("runs/pairs/run.json").read_text())["result"]
     counts = [[recorded[side][key] for key in ("asked", "pairs")] for side in ("answers", "held_out_answers")]

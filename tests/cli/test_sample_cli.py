@@ -60,8 +60,8 @@ def test_options_without_effect_print_a_note(gpt: Gpt, run_folder: Path) -> None
     result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "-t", "0.5", "--top-k", "3")
     assert result.err == "--temperature, --top-k have no effect with --beam\n"
     assert gpt("sample", "the", "-m", run_folder, "-t", "0", "-n", "3").err == ""
-    result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--speculate", "2")
-    assert result.err == "--speculate has no effect with --beam\n"
+    result = gpt("sample", "the", "-m", run_folder, "--beam", "2", "-n", "3", "--top-p", "0.5")
+    assert result.err == "--top-p has no effect with --beam\n"
     args = ["--greedy", "--length-penalty", "2", "--early-stopping", "on"]
     notes = gpt("sample", "the", "-m", run_folder, "-n", "3", *args).err
     assert notes == "--length-penalty, --early-stopping have no effect without --beam\n"
@@ -116,15 +116,17 @@ def test_every_prompt_gets_a_heading(gpt: Gpt, run_folder: Path, prompts: Path) 
     assert out.count("---\n") == 4
     piped = gpt("sample", "--prompts", "-", "-m", run_folder, "-n", "4", "--greedy", stdin=prompts.read_bytes())
     assert piped.out == out
+    prompts.with_name("p.csv").write_text("prompt,answer\n" + "".join(f'"{each}",x\n' for each in PROMPTS), "utf-8")
+    assert gpt("sample", "--prompts", prompts.with_name("p.csv"), "-m", run_folder, "-n", "4", "--greedy").out == out
 
 
 def test_invalid_prompt_line_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path) -> None:
     for line, message in {
-        '{"prompt": "b", "temperature": 1}': 'line 2: unknown key "temperature"',
-        '{"prompt": 5}': 'line 2 has no text "prompt"',
-        "[]": "line 2 is not a JSON object",
-        '{"prompt": "\\ud800"}': "line 2 has an unpaired surrogate escape",
-        "[" * 100_000: "line 2 is not JSON",
+        '{"promt": "b"}': 'line 2: it has no "prompt"; its keys: promt',
+        '{"prompt": 5}': 'line 2: "prompt" is not a string',
+        "[]": "line 2: not a JSON object",
+        '{"prompt": "\\ud800"}': "line 2: an unpaired surrogate is not a character",
+        "[" * 100_000: "line 2: JSON that is nested too deep",
     }.items():
         (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
         assert_error(gpt("sample", "--prompts", tmp_path / "p.jsonl", "-m", run_folder), message)
@@ -133,9 +135,9 @@ def test_invalid_prompt_line_is_named(gpt: Gpt, run_folder: Path, tmp_path: Path
 def test_prompt_file_that_cannot_be_read_is_an_error(gpt: Gpt, prompts: Path, tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     (tmp_path / "empty.jsonl").write_bytes(b"\n")
-    assert_error(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "is not UTF-8: byte 0xe9")
+    assert_error(gpt("sample", "--prompts", tmp_path / "latin.jsonl"), "line 1: not UTF-8: byte 0xe9")
     assert_error(gpt("sample", "--prompts", tmp_path / "empty.jsonl"), "contains no prompt")
-    assert_error(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "cannot read")
+    assert_error(gpt("sample", "--prompts", tmp_path / "none.jsonl"), "there is no file")
     assert_error(gpt("sample", "x", "--prompts", prompts), "a prompt and --prompts were both given")
 
 

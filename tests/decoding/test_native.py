@@ -48,7 +48,7 @@ ODD_FAMILIES = ("qwen3", "odd", "wide")
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CDLL]:
+def build(tmp_path_factory: pytest.TempPathFactory, library_folder: Path) -> Callable[[str], ctypes.CDLL]:
     """Returns the decoder compiled for some vector instructions."""
     libraries: dict[str, ctypes.CDLL] = {}
 
@@ -58,8 +58,9 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], ctypes.CD
         if name == "haswell" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
             pytest.skip("this CPU has no AVX2")
         if name not in libraries:
-            folder = tmp_path_factory.mktemp(name)
-            libraries[name] = library.open_library(library.compile(folder, [*library.NATIVE, *BUILDS[name]]))
+            path = None if BUILDS[name] else next(library_folder.glob("decoder-*.so"), None)
+            path = path or library.compile(tmp_path_factory.mktemp(name), [*library.NATIVE, *BUILDS[name]])
+            libraries[name] = library.open_library(path)
         return libraries[name]
 
     return get
@@ -143,7 +144,7 @@ def test_windows_and_full_contexts_match_the_definition(
 @pytest.mark.parametrize("dtype", ["float32", more("bfloat16"), "int8", "int4"])
 @pytest.mark.parametrize("count", [40, more(1000)])
 def test_a_text_does_not_depend_on_other_requests(dtype: str, count: int) -> None:
-    """Requests differ in length, guesses, beams, log-probabilities and common prefixes."""
+    """Requests differ in length, beams, log-probabilities and common prefixes."""
     config = GPTConfig.of("modern", 50, 48, 2, 4, 64, n_kv_head=2, window=12)
     bits = {"int8": 8, "int4": 4}.get(dtype)
     model = make_model(config, bits)
@@ -153,7 +154,7 @@ def test_a_text_does_not_depend_on_other_requests(dtype: str, count: int) -> Non
     requests, settings = [], []
     for index in range(count):
         prompt = [*prompts[index % 4], *random.integers(50, size=random.integers(1, 20)).tolist()]
-        kind = ({}, {"speculate": 3, "greedy": True}, {"beam": 2}, {"logprobs": 2}, {"repetition_penalty": 1.2})
+        kind = ({}, {"greedy": True}, {"beam": 2}, {"logprobs": 2}, {"repetition_penalty": 1.2})
         settings.append(SampleConfig(max_tokens=int(random.integers(1, 30)), **kind[index % 5]))
         requests.append(Request(prompt, settings[-1], seed=index))
 
@@ -232,7 +233,7 @@ def write_compiler(path: Path, script: str) -> str:
         ("exit 0", "cc failed: status 0"),
         ("sleep 60 & wait", "took more than"),
         ('echo no library > "$(echo "$@" | sed \'s/.* -o //; s/ -lm//\')"', "decoding with torch"),
-        ('exec cc "$@" -Dsqrtf=fabsf', "the compiled decoder computes wrong numbers"),
+        ('exec cc "$@" -O1 -Dsqrtf=fabsf', "the compiled decoder computes wrong numbers"),
     ],
 )
 def test_compiler_that_fails_leaves_decoding_to_torch(
@@ -318,11 +319,13 @@ def test_library_loads_from_a_folder_without_execution(
 
 
 @pytest.mark.slow
-def test_processes_compile_at_once_and_leave_one_library(tmp_path: Path) -> None:
+def test_processes_compile_at_once_and_leave_one_library(tmp_path: Path, library_folder: Path) -> None:
+    path = next(library_folder.glob("decoder-*.so"), None) or library.compile(library_folder)
+    script = f'sleep 1; cp {path} "$(echo "$@" | sed \'s/.* -o //; s/ -lm//\')"'
     code = "from gpt.decoding import native; assert native.find(lambda text: None) is not None"
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
-    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(3)]
-    assert [process.wait() for process in processes] == [0, 0, 0]
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": write_compiler(tmp_path / "cc", script)}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]
+    assert [process.wait() for process in processes] == [0, 0]
     assert len(list((tmp_path / "gpt/programs").iterdir())) == 1
 
 

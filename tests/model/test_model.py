@@ -86,7 +86,7 @@ def test_kv_cache_matches_a_full_forward_pass(kind: str, sizes: tuple[int, ...])
 @EACH_KIND
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_cache_rows_of_different_lengths_match_a_full_forward_pass(kind: str, fixed_shapes: bool) -> None:
-    """Covers prompts in one pass, rejected guesses, and copied rows."""
+    """Covers prompts in one pass, rewound positions, and copied rows."""
     model, lengths = loud(KINDS[kind], 4), [3, 80, 110]
     idx = torch.randint(97, (3, 150))
     cache = KVCache(model.config, 3, torch.device("cpu"), torch.float32)

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 from colours import contrast, luminance
-from conftest import FAST, make_text, more, spawn
+from conftest import FAST, make_text, more
 
 from gpt.playground import page as playground
 
@@ -86,25 +85,10 @@ def chat_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def serve_model(model: Path, *options: str) -> Iterator[str]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GPT_SERVE_API_KEY", KEY)
-        patch.setenv("GPT_THREADS", "1")
-        process = spawn("serve", "-m", model, "--port", "0", "--name", NAME, *options)
-    try:
-        log = ""
-        while not (match := re.search(r"at (http://\S+)", log)):
-            line = process.stderr.readline()  # type: ignore
-            assert line, log
-            log += line
-        yield match[1]
-    finally:
-        process.terminate()
-        try:
-            process.communicate(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
+def serve_model(model: Path, **settings: Any) -> Iterator[str]:
+    serving = pytest.importorskip("serving", reason="the extra serve is not installed")
+    with serving.served(serving.load(model), chunk=128, name=NAME, api_key=KEY, **settings) as api:
+        yield f"http://127.0.0.1:{api.port}"
 
 
 def post(address: str, path: str, **values: Any) -> Any:
@@ -1251,7 +1235,7 @@ def test_scripts_continue_a_prompt_like_the_api(open_page: Any, address: str) ->
 
 
 def test_panel_shows_where_a_token_comes_from(open_page: Callable[..., Any], run_folder: Path) -> None:
-    with serve_model(run_folder, "--with-text") as tracing:
+    with serve_model(run_folder, with_text=True) as tracing:
         page = open_page(address=tracing)
         text = make_text()[2000:2200]
         write_text(page, text, max_tokens=20, temperature=0)
