@@ -1,5 +1,6 @@
 """Decides which requests run, in which slots, and how many ids each gets per step."""
 
+import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from itertools import accumulate, chain, islice
@@ -192,7 +193,7 @@ class Scheduler:
         state.slots = [first_slot, *(self.free.pop(0) for _ in range(width - 1))]
         state.live_slots = [first_slot]
         if state.ids is state.request.ids:  # A resumed request finds its own positions.
-            state.cached = prefix_length
+            state.cached, state.started = prefix_length, time.monotonic()
         context.begin(first_slot, ids, source, prefix_length, state.start)
         state.constraint = state.constraint or (state.request.constraint and state.request.constraint.copy())
         if echoes:

@@ -45,7 +45,8 @@ class Update:
 
     The first update after prefill has the ``prompt`` tokens, if their log-probabilities were requested. In a beam
     search, ``tokens`` are shared by all hypotheses, and the last update has the ``best`` hypotheses, sorted. ``reason``
-    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache.
+    is ``length``, ``eot`` or ``stop``. ``cached`` counts prompt ids from the prefix cache. ``started`` is when the
+    request got a slot, by `time.monotonic`.
     """
 
     number: int
@@ -55,6 +56,7 @@ class Update:
     best: Sequence[Hypothesis] = ()
     error: UserError | None = None
     cached: int = 0
+    started: float = field(default=0.0, compare=False)
 
 
 Deliver = Callable[[Update], object]
@@ -78,6 +80,7 @@ class RequestState:
     prefix_leader: "RequestState | None" = None  # The running request that computes the same prefix.
     done: bool = False
     cached: int = 0
+    started: float = 0.0
     tokens: list[Token] = field(default_factory=list)
     prompt: list[Token] = field(default_factory=list)
     reason: str | None = None
@@ -143,7 +146,7 @@ class RequestState:
         if self.search is not None and self.error is None:
             tokens = self.search.take_agreed()
             best = self.search.ended if self.done else ()
-        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached)
+        update = Update(self.number, tokens, prompt, self.reason, best, self.error, self.cached, self.started)
         if self.deliver is not None:
             self.deliver(update)
         return update

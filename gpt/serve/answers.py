@@ -77,7 +77,8 @@ class Answer:
         self.service, self.prompts, self.generation = service, prompts, generation
         self.id = secrets.token_hex(12)
         self.created = int(time.time())
-        self.has_begun = False  # Whether an update has arrived.
+        # When the first text got a slot, and when the first and the last update arrived.
+        self._prefill_time = self.first_time = self._last_time = 0.0
         self.choices: list[Choice] = []
         # The queue needs no maximum size, because the number of requested tokens is limited.
         self._events: asyncio.Queue[tuple[int, Update] | ApiError] = asyncio.Queue()
@@ -135,9 +136,11 @@ class Answer:
             choice = self.choices[index]
             if choice.builder.reason is not None:
                 continue
-            if not self.has_begun:
-                self.has_begun = True
-                self.service.metrics.first_token.observe(time.monotonic() - self._start_time)
+            self._last_time = time.monotonic()
+            if not self.first_time:
+                self.first_time, self._prefill_time = self._last_time, update.started or self._last_time
+                self.service.metrics.first_token.observe(self.first_time - self._start_time)
+                self.service.metrics.queue_seconds.observe(self._prefill_time - self._start_time)
             delta = choice.push(update)
             if delta.reason is not None:
                 remaining -= 1
@@ -163,6 +166,23 @@ class Answer:
         """Returns the number of prompt tokens from the prefix cache."""
         return sum(choice.cached for choice in self.choices[:: self.generation.n])
 
+    def timings(self) -> dict[str, dict[str, float]]:
+        """Returns the field ``timings`` of llama.cpp's server, or nothing before the answer is complete."""
+        if any(choice.builder.reason is None for choice in self.choices):
+            return {}
+        usage, cached = self.usage(), self._count_cached()
+        values: dict[str, float] = {"cache_n": cached}
+        for name, count, seconds in (
+            ("prompt", usage["prompt_tokens"] - cached, self.first_time - self._prefill_time),
+            ("predicted", usage["completion_tokens"], self._last_time - self.first_time),
+        ):
+            milliseconds = max(1000 * seconds, 1e-3)
+            values |= {
+                f"{name}_n": count, f"{name}_ms": milliseconds, f"{name}_per_token_ms": milliseconds / max(1, count),
+                f"{name}_per_second": 1000 * count / milliseconds,
+            }  # fmt: skip
+        return {"timings": values}
+
 
 class Form:
     """The response format of a route."""
@@ -183,7 +203,7 @@ class Form:
         for index, choice in enumerate(answer.choices):
             delta = choice.whole
             choices.append(to_json({"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}))
-        head = to_json({**self._head(answer, self.kind), "usage": answer.usage()})
+        head = to_json({**self._head(answer, self.kind), "usage": answer.usage(), **answer.timings()})
         return head[:-1] + b', "choices": [' + b", ".join(choices) + b"]}"
 
     def first(self, answer: Answer) -> list[dict[str, Any]]:
@@ -193,14 +213,16 @@ class Form:
     def chunks(self, answer: Answer, index: int, delta: Delta) -> list[dict[str, Any]]:
         """Returns the chunks of new text."""
         choice = {"index": index, **self._choice(answer, delta), "finish_reason": delta.reason}
-        return [{**self._chunk_head(answer), "choices": [choice]}]
+        timings = {} if answer.generation.include_usage else answer.timings()
+        return [{**self._chunk_head(answer), "choices": [choice], **timings}]
 
     def _chunk_head(self, answer: Answer) -> dict[str, Any]:
         return self._head(answer, self.chunk_kind) | ({"usage": None} if answer.generation.include_usage else {})
 
     def last(self, answer: Answer) -> list[dict[str, Any]]:
         """Returns the chunks sent after all text: token counts, if the client wants them."""
-        chunk = {**self._head(answer, self.chunk_kind), "choices": [], "usage": answer.usage()}
+        head = self._head(answer, self.chunk_kind)
+        chunk = {**head, "choices": [], "usage": answer.usage(), **answer.timings()}
         return [chunk] if answer.generation.include_usage else []
 
     def failure(self, answer: Answer, error: ApiError) -> dict[str, Any]:

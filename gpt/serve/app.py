@@ -58,7 +58,7 @@ class Server:
         self.aborted = False
         self._inspecting = asyncio.Lock()
         workers = [service.worker for service in services]
-        metrics.waiting.set_function(lambda: sum(not answer.has_begun for answer in self.pending))
+        metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
         metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers))
         metrics.cached.set_function(
             lambda: sum(slot.length for worker in workers for slot in worker.engine.context.slots)

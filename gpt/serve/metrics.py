@@ -22,6 +22,9 @@ class ServerMetrics:
         self.running = Gauge("gpt_texts_running", "Texts being generated.", **options)
         self.cached = Gauge("gpt_cache_positions", "Tokens in the KV cache.", **options)
         self.step_seconds = Histogram("gpt_step_seconds", "Seconds per decoding step.", buckets=_SECONDS, **options)
+        self.queue_seconds = Histogram(
+            "gpt_queue_seconds", "Seconds until a slot was free.", buckets=_SECONDS, **options
+        )
         self.first_token = Histogram(
             "gpt_first_token_seconds", "Seconds to the first token.", buckets=_SECONDS, **options
         )

@@ -631,7 +631,7 @@ def test_health_and_metrics_work_and_unknown_routes_fail(server: Served) -> None
     server.ask(prompt=PROMPT, max_tokens=3)
     text = server.client.get("/metrics").text
     for name in ("requests_total", "requests_waiting", "texts_running", "prompt_tokens_total", "generated_tokens_total",
-                 "cached_prompt_tokens_total", "cache_positions", "step_seconds_bucket", "first_token_seconds_bucket", "request_seconds_bucket"):  # fmt: skip
+                 "cached_prompt_tokens_total", "queue_seconds_bucket", "cache_positions", "step_seconds_bucket", "first_token_seconds_bucket", "request_seconds_bucket"):  # fmt: skip
         assert f"gpt_{name}" in text
     assert 'gpt_requests_total{route="/completions",status="200"}' in text
     assert server.client.get("/v1/completions").status_code == 405
@@ -640,6 +640,22 @@ def test_health_and_metrics_work_and_unknown_routes_fail(server: Served) -> None
         assert answer.status_code == 404
         assert answer.json()["error"]["type"] == "invalid_request_error"
     assert server.client.get("/").headers["content-security-policy"].startswith("default-src 'none'")
+
+
+@pytest.mark.parametrize("include_usage", [False, True])
+def test_timings_have_the_names_of_llama_cpp(server: Served, include_usage: bool) -> None:
+    body = {"prompt": [*range(60, 90)], "max_tokens": 3, "n": 2, "ignore_eos": True}
+    *chunks, last = server.stream(**body, stream_options={"include_usage": include_usage})
+    assert not any("timings" in chunk for chunk in chunks)
+    timings, usage = (answer := server.ask(**body))["timings"], answer["usage"]
+    assert timings.keys() == last["timings"].keys()
+    assert (timings["prompt_n"] + timings["cache_n"], timings["predicted_n"]) == (30, 6)
+    assert timings["cache_n"] == usage["prompt_tokens_details"]["cached_tokens"] > 0
+    for name in ("prompt", "predicted"):
+        count, milliseconds = timings[f"{name}_n"], timings[f"{name}_ms"]
+        assert 0 < milliseconds < 60_000
+        assert timings[f"{name}_per_second"] == pytest.approx(1000 * count / milliseconds)
+        assert timings[f"{name}_per_token_ms"] == pytest.approx(milliseconds / count)
 
 
 def test_routes_work_without_v1(server: Served, model: LanguageModel) -> None:
