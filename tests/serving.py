@@ -107,6 +107,8 @@ def served(
     sampling: Mapping[str, Any] | None = None,
     other: LanguageModel | None = None,
     name: str = "tiny",
+    idle_seconds: float | None = None,
+    load: Callable[[], Context] | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
     """Serves a model, with the given ``sampling`` defaults, and possibly an ``other``, until the end of the block."""
@@ -115,6 +117,7 @@ def served(
     def make_service(name: str, model: LanguageModel) -> Service:
         context = Context(model.model, model.compute, rows, vocab_size=model.tokenizer.vocab_size)
         worker = Worker(context, model.tokenizer.ends, metrics)
+        worker.idle_seconds, worker.load = idle_seconds, load or (lambda: context)
         worker.engine.scheduler.chunk = chunk  # Small, so that prompts take several steps.
         size = min(config.context or context.size, context.size)
         training = TrainingText(find_training_tokens(model.path, model.tokenizer)) if config.with_text else None

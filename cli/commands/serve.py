@@ -1,6 +1,7 @@
 """``gpt serve``."""
 
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,8 @@ def serve(
         name = name or _client_name(home.as_posix())
         return ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, path)
 
-    run([*map(load, paths, names)], settings, lambda where: render.note(f"serving {where}"), render.note)
+    loads = [partial(load, given, name) for given, name in zip(paths, names, strict=True)]
+    run(loads, settings, lambda where: render.note(f"serving {where}"), render.note)
 
 
 def _client_name(path: str) -> str:

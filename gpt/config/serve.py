@@ -54,6 +54,10 @@ class ServeConfig:
     limit_tokens: int = _load(
         0, "Maximum tokens to generate per text", shown="the context, or 4,096 if that is more", low=0
     )
+    idle_unload: float = _load(
+        0, "Free a model's memory after MINUTES without a request; the next one loads it again", metavar="MINUTES",
+        shown="never", low=0, high=10**6,
+    )  # fmt: skip
     grace: float = _load(30, "Seconds that requests in flight get after Ctrl-C", low=0, high=86_400)
     defaults: Literal["model", "openai"] = option(
         "model", "Default sampling settings: the model's own, or OpenAI's", panel="Sampling"

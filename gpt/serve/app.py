@@ -59,9 +59,9 @@ class Server:
         self._inspecting = asyncio.Lock()
         workers = [service.worker for service in services]
         metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
-        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers))
+        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers if worker.engine))
         metrics.cached.set_function(
-            lambda: sum(slot.length for worker in workers for slot in worker.engine.context.slots)
+            lambda: sum(slot.length for worker in workers if worker.engine for slot in worker.engine.context.slots)
         )
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
@@ -345,7 +345,7 @@ class Server:
 
 
 def _model_object(service: Service) -> dict[str, Any]:
-    config = service.worker.engine.context.model.config
+    config = service.worker.model_config
     return {
         "id": service.name, "object": "model", "created": service.created, "owned_by": "gpt",
         "context_length": service.context_length, "layers": config.n_layer, "heads": config.n_head,
@@ -355,8 +355,8 @@ def _model_object(service: Service) -> dict[str, Any]:
 
 def _check_ready(service: Service) -> None:
     """Raises `UserError` if the model cannot generate text."""
-    if (failure := service.worker.engine.failure) is not None:
-        raise failure
+    if (engine := service.worker.engine) is not None and engine.failure is not None:
+        raise engine.failure
     service.stamps.check()
 
 

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class _Uvicorn(uvicorn.Server):
 
 
 def make_context(
-    model: GPT, compute: Compute, config: ServeConfig, vocab_size: int, note: Note, models: int
+    model: GPT, compute: Compute, config: ServeConfig, vocab_size: int, note: Note, models: int = 1
 ) -> Context:
     """Creates a context for ``max_batch`` sequences. By default, the device and its memory, which so many ``models``
     share, determine the number. Raises `UserError` if memory is too small."""
@@ -150,11 +150,22 @@ class ServedModel:
     path: Path | None = None
 
 
-def make_service(served: ServedModel, config: ServeConfig, metrics: ServerMetrics, note: Note, models: int) -> Service:
+def make_service(
+    load: Callable[[], ServedModel], config: ServeConfig, metrics: ServerMetrics, note: Note, models: int
+) -> Service:
     """Makes the service of one of so many ``models``. Raises `UserError` if memory is too small."""
+    served = load()
     name, tokenizer, path = served.name, served.tokenizer, served.path
     context = make_context(served.model, served.compute, config, tokenizer.vocab_size, note, models)
+    same_rows = replace(config, max_batch=len(context.slots))
+
+    def reload() -> Context:
+        note(f"{name} was unloaded after {config.idle_unload:g} idle minutes: loading it again")
+        served = load()
+        return make_context(served.model, served.compute, same_rows, tokenizer.vocab_size, note)
+
     worker = Worker(context, tokenizer.ends, metrics)
+    worker.idle_seconds, worker.load = 60 * config.idle_unload or None, reload
     defaults = _defaults(path, note) if path and config.defaults == "model" else {}
     training = TrainingText(find_training_tokens(path, tokenizer)) if path and config.with_text else None
     stamps = Stamps(folder.weight_files(folder.home(path)) if path else ())
@@ -163,15 +174,16 @@ def make_service(served: ServedModel, config: ServeConfig, metrics: ServerMetric
 
 
 def serve(
-    models: Sequence[ServedModel],
+    models: Sequence[Callable[[], ServedModel]],
     config: ServeConfig,
     ready: Callable[[str], None] = lambda where: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Serves models until a signal arrives. Calls ``ready`` with their names and the address once it accepts requests.
-    Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the end."""
+    """Serves models, which it loads, until a signal arrives. Calls ``ready`` with their names and the address once it
+    accepts requests. Raises `UserError` if the address is unavailable or memory is too small, and `Interrupted` at the
+    end."""
     metrics = ServerMetrics()
-    services = [make_service(served, config, metrics, note, len(models)) for served in models]
+    services = [make_service(load, config, metrics, note, len(models)) for load in models]
     gc.collect()
     gc.freeze()  # Later garbage collections, which stop all threads, skip existing objects.
     with contextlib.closing(listen(config)) as listener:

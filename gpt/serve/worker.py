@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import gc
 import queue
 import threading
 import time
@@ -10,10 +11,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
+from gpt.config.device import trim_memory
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine, Request, Update
 from gpt.serve.metrics import ServerMetrics
-from gpt.system.errors import UserError, as_user_error
+from gpt.system.errors import UserError, WorkError, as_user_error
 
 CHUNKS = {"cpu": 128, "mps": 128, "cuda": 2048}  # Maximum prompt ids per step, by device: a fraction of a second.
 INBOX_SECONDS = 0.05  # Running texts wait at most for this, and for one request, while new requests are added.
@@ -33,8 +35,10 @@ class Worker:
     """Runs an engine in a separate thread. The event loop can call `add` and `cancel` at any time."""
 
     def __init__(self, context: Context, ends: Collection[int], metrics: ServerMetrics) -> None:
-        self.metrics = metrics
-        self.engine = Engine(context, ends, CHUNKS[context.compute.device.type])
+        self.ends, self.metrics, self.model_config = ends, metrics, context.model.config
+        self.idle_seconds: float | None = None  # An engine that is idle for so long is deleted, to free its memory.
+        self.load: Callable[[], Context]  # Loads the model for the next request.
+        self.engine: Engine | None = Engine(context, ends, CHUNKS[context.compute.device.type])
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: list[tuple[Ticket, Update]] = []
@@ -54,7 +58,7 @@ class Worker:
     @property
     def busy(self) -> bool:
         """Whether any request is waiting or running."""
-        return self.engine.busy
+        return self.engine is not None and self.engine.busy
 
     def add(self, tickets: Sequence[Ticket]) -> None:
         """Submits requests."""
@@ -62,7 +66,12 @@ class Worker:
 
     def cancel(self, tickets: Sequence[Ticket]) -> None:
         """Cancels requests and frees their slots in the next step. Updates in flight are still delivered."""
-        self._inbox.put(lambda: self.engine.cancel(*(ticket.number for ticket in tickets)))
+
+        def cancel() -> None:
+            if self.engine is not None:
+                self.engine.cancel(*(ticket.number for ticket in tickets))
+
+        self._inbox.put(cancel)
 
     async def run(self, work: Callable[[Context], T]) -> T:
         """Runs ``work`` in the thread, between two steps, unless the caller is cancelled before it starts."""
@@ -72,18 +81,38 @@ class Worker:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                future.set_result(work(self.engine.context))
+                future.set_result(work(self._load().context))
             except BaseException as error:
                 future.set_exception(as_user_error(error))
 
         self._inbox.put(run)
         return await asyncio.wrap_future(future)
 
+    def _load(self) -> Engine:
+        """Returns the engine. Loads the model again if the engine was deleted."""
+        if self.engine is None:
+            context = self.load()
+            self.engine = Engine(context, self.ends, CHUNKS[context.compute.device.type])
+        return self.engine
+
+    def _unload(self) -> None:
+        self.engine = None
+        gc.unfreeze()  # The engine refers to itself, and the server has frozen it.
+        gc.collect()
+        gc.freeze()
+        trim_memory()
+
     def _add(self, tickets: Sequence[Ticket]) -> None:
+        try:
+            engine = self._load()
+        except BaseException as error:
+            reason = WorkError(f"the model could not be loaded again: {as_user_error(error).message}")
+            self._collect(tickets[0], Update(-1, error=reason))
+            return
         for ticket in tickets:
             deliver = functools.partial(self._collect, ticket)
             try:
-                ticket.number = self.engine.add(ticket.request, deliver)
+                ticket.number = engine.add(ticket.request, deliver)
             except BaseException as error:
                 if not isinstance(error, UserError):
                     self._fail(error)
@@ -104,12 +133,12 @@ class Worker:
                 self._send()
 
     def _step(self) -> None:
-        updates = list[Update]()
+        updates, engine = list[Update](), self._load()
         try:
             with self.metrics.step_seconds.time():
-                updates = self.engine.step()
+                updates = engine.step()
         except BaseException as error:
-            self.engine.abort(error)
+            engine.abort(error)
         self.metrics.generated_tokens.inc(sum(len(update.tokens) for update in updates))
         self._send()
 
@@ -119,9 +148,12 @@ class Worker:
         end = time.monotonic() + INBOX_SECONDS
         while not self.busy or time.monotonic() < end:
             try:
-                action = self._inbox.get(block=not self.busy)
+                action = self._inbox.get(block=not self.busy, timeout=self.idle_seconds)
             except queue.Empty:
-                return True
+                if self.busy:
+                    return True
+                self._unload()
+                continue
             if action is None:
                 return False
             action()
@@ -130,8 +162,9 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         """Ends every request with an error, and refuses later ones."""
-        self.engine.failure = as_user_error(error)
-        self.engine.abort(error)
+        if self.engine is not None:
+            self.engine.failure = as_user_error(error)
+            self.engine.abort(error)
 
     def _send(self) -> None:
         updates, self._outbox = self._outbox, []

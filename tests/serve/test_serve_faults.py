@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,6 +30,7 @@ from gpt.config.sample import SampleConfig
 from gpt.config.serve import ServeConfig
 from gpt.decoding import constraint
 from gpt.decoding.constraint import ConstraintCache
+from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
 from gpt.serve import answers, app, choices, in_flight, protocol, server
 from gpt.serve.choices import Prompt
@@ -125,6 +127,31 @@ def test_idle_stream_gets_keep_alive_comments(single_slot: Served, monkeypatch: 
         running.close()
         wait_for_bytes(waiting, b"data: [DONE]\n\n")
     single_slot.idle()
+
+
+def test_idle_model_frees_its_memory_until_the_next_request(model: LanguageModel) -> None:
+    failures, contexts = list[OSError](), list[Any]()
+
+    def make_context() -> Context:
+        if failures:
+            raise failures.pop()
+        context = Context(model.model, model.compute, 2, vocab_size=model.tokenizer.vocab_size)
+        contexts.append(weakref.ref(context))
+        return context
+
+    with served(model, 2, idle_seconds=0.2, load=make_context) as api:
+        body = {"prompt": "the cat", "seed": 1, "max_tokens": 8}
+        first = api.ask(**body)["choices"]
+        wait_until(lambda: api.service.worker.engine is None)
+        assert "gpt_cache_positions 0.0" in api.client.get("/metrics").text
+        assert api.client.get("/v1/models/tiny").json()["layers"] == model.model.config.n_layer
+        failures.append(OSError("it is gone"))
+        assert "could not be loaded again: " in api.refuse(**body, n=3, status=500)["message"]
+        assert api.ask(**body)["choices"] == first
+        wait_until(lambda: contexts[-1]() is None)
+        with ThreadPoolExecutor(4) as pool:  # Some of them come while it is loaded, some while it is not.
+            answers = [*pool.map(lambda at: time.sleep(at % 4 / 10) or api.ask(**body), range(24))]
+        assert all(answer["choices"] == first for answer in answers)
 
 
 def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -743,14 +770,14 @@ def test_sampling_defaults_are_printed_at_startup(
         notes = list[str]()
         config = ServeConfig(port=0, max_batch=1, defaults=defaults)
         with pytest.raises(UserError, match="before it listens"):
-            server.serve([served], config, note=notes.append)
+            server.serve([lambda: served], config, note=notes.append)
         expected = (
             "sampling defaults from generation_config.json: temperature 0.6, top-k 20; --defaults openai turns them off"
         )
         assert notes == [expected] * (defaults == "model")
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(UserError, match=r"generation_config\.json") as error:
-        server.serve([served], ServeConfig(port=0, max_batch=1))
+        server.serve([lambda: served], ServeConfig(port=0, max_batch=1))
     assert "--defaults openai" in error.value.hint
 
 
@@ -759,7 +786,7 @@ def test_kv_cache_larger_than_memory_is_an_error(model: LanguageModel, monkeypat
     monkeypatch.setattr(server, "listen", lambda config: pytest.fail("it listens"))
     with pytest.raises(UserError, match="the KV cache of") as error:
         served = server.ServedModel("tiny", model.model, model.tokenizer, model.compute)
-        server.serve([served], ServeConfig(port=0, max_batch=1000))
+        server.serve([lambda: served], ServeConfig(port=0, max_batch=1000))
     assert "--max-batch" in error.value.hint
 
 
