@@ -207,7 +207,7 @@ PRESETS: dict[str, Preset] = {
     "pico": _modern(2, 4, 128, 64, 1024, 1024, 4e-3, "for any text, in a minute on a laptop"),
     "nano": _modern(4, 4, 128, 128, 1024, 1024, 4e-3, "for any text, in minutes on a laptop"),
     "tiny": _modern(4, 6, 192, 128, 2048, 2048, 3.5e-3, "for any text, given some minutes more"),
-    "micro": _modern(4, 4, 256, 128, 2048, 2048, 2e-3, "for a book, given more time on a laptop"),
+    "micro": _modern(4, 4, 256, 128, 4096, 2048, 2e-3, "for a book, given more time on a laptop"),
     "mini": _modern(6, 6, 384, 256, 4096, 8192, 1e-3, "for tens of megabytes, or a small GPU"),
     "small": _modern(8, 8, 512, 512, 8192, 65_536, 1e-3, "for hundreds of megabytes, on a GPU"),
     "gpt2": _gpt2(12, 12, 768, 1024, GPT2_VOCAB, 524_288, 6e-4),

@@ -108,7 +108,7 @@ def test_fault_of_the_program_is_one_line_and_the_run_resumes(
     settings = {"init": base, "steps": 5, "eval_every": 2, "save_every": 5, **SETTINGS}
     whole = library.train("prompts.jsonl", out="whole", **settings).run
     with monkeypatch.context() as patch, pytest.raises(WorkError) as raised:
-        patch.setattr(rewards, "SECONDS", 1.0 if "sleep" in fault else 60.0)
+        patch.setattr(rewards, "SECONDS", 3.0 if "sleep" in fault else 60.0)
         library.train("prompts.jsonl", out="broken", listen=listen, **settings)
     assert FAULTS[fault] in raised.value.message
     assert "resume with: gpt train --resume broken" in raised.value.hint

@@ -168,7 +168,7 @@ def test_site_and_search_work_from_disk(built: Path, browser: Any) -> None:
     page.on("request", lambda request: requested_urls.append(request.url))
     page.goto((built / "site" / "docs" / "generate.html").as_uri())
     page.keyboard.press("/")
-    page.keyboard.type("speculate")
+    page.keyboard.type("temperature")
     page.get_by_text(re.compile(r"^\d+ results?$")).wait_for()
     assert console_messages == []
     assert all(url.startswith(("file:", "blob:", "data:")) for url in requested_urls), requested_urls

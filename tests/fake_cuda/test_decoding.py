@@ -31,7 +31,6 @@ REQUESTS: list[dict[str, Any]] = [
     {"top_k": 9, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2, "no_repeat_ngram": 3, "min_tokens": 3},
     {"logprobs": 2, "echo_logprobs": True, "stop": ("e",), "bias": (" the=-2",)},
     {"beam": 3},
-    {"greedy": True, "speculate": 3},
     {"max_tokens": 40},  # 40 tokens exceed the context of 32.
 ]
 

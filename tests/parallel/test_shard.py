@@ -170,7 +170,7 @@ def test_gpt3_175b_shard_size_on_1024_ranks() -> None:
     try:
         mesh = init_device_mesh("cpu", (1024,))
         with FakeTensorMode(allow_non_fake_inputs=True):
-            sharded = ShardedModel(config, mesh, CPU, torch.bfloat16, True)
+            sharded = ShardedModel(config, mesh, CPU, torch.bfloat16)
             idx = torch.zeros(1, 32, dtype=torch.long)
             tied_cross_entropy(sharded.model.trunk(idx), sharded.model.unembedding, idx).backward()
             sharded.collect()

@@ -121,7 +121,7 @@ def test_each_shape_and_dtype_has_a_separate_program(monkeypatch: pytest.MonkeyP
         defaults = {"vocab_size": 50, "block_size": 8, "n_layer": 1, "n_head": 2, "n_embd": 16}
         model = GPT(gpt.GPTConfig(**{**defaults, **shape}))
         compute = Compute(torch.device("cpu"), dtype)
-        GradientProgram(stepping.Objective(model, 0, 0.0, separator), model, compute, rows, lambda text: None)
+        GradientProgram(stepping.Objective(model, 0, separator), model, compute, rows, lambda text: None)
 
     add_program()
     add_program()
