@@ -6,7 +6,7 @@ plotext would not work: versions 5 and 6 are both in use, and share no function.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import count, pairwise
 
 from rich.console import Console
 from rich.text import Text
@@ -15,7 +15,8 @@ COLOURS = ("blue", "red", "green", "magenta", "yellow", "cyan")
 MARKS = "*o+x#@%&"
 PALE_MARK = "."
 GUTTER = 10  # Width of the labels on the left, in columns.
-LABEL_ROWS = 3  # Rows from label to label.
+MAX_STEPS = 5  # Steps between the ticks of the y axis.
+FLAT = 1e-8  # Narrower ranges, as a share of their largest number, are widened.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # Bits of braille dots: four rows of two.
 Point = tuple[float, float]
 
@@ -54,12 +55,14 @@ def chart(
     width = max(8, min(100, console.width) - GUTTER - 2)
     use_braille = console.color_system is not None and (console.encoding or "").startswith("utf")
     is_log = logarithmic and 0 < low < high / 1000
-    bottom, top = (math.log10(y) if is_log else y for y in (low, high))
+    most = min(MAX_STEPS, (height - 1) // 2)
+    ticks = _round_ticks(math.log10(low), math.log10(high), most, 0) if is_log else _round_ticks(low, high, most)
+    bottom, top = ticks[0], ticks[-1]
 
     def place(x: float, y: float) -> Point:
         """Returns a point's position in the frame, from 0 to 1."""
         y = math.log10(y) if is_log else y
-        return (x - left) / (right - left or 1), (y - bottom) / (top - bottom or 1)
+        return (x - left) / (right - left or 1), (y - bottom) / (top - bottom)
 
     cells = _draw_cells(series, place, width, height, use_braille)
     text = Text.assemble((title, "bold"), "  ")
@@ -67,16 +70,26 @@ def chart(
         if curve.name:
             text.append(f"{curve.name}  " if use_braille else f"{curve.mark} {curve.name}  ", curve.style)
     side, tick, corner, line = "│┤└─" if use_braille else "|+`-"
+    labels = {round((top - y) / (top - bottom) * (height - 1)): _format(10**y if is_log else y) for y in ticks}
     for row in range(height):
-        y = bottom + (top - bottom) * (height - 1 - row) / (height - 1)
-        is_labelled = (height - 1 - row) % LABEL_ROWS == 0
-        label = _format(10**y if is_log else y) if is_labelled else ""
-        text.append(f"\n{label:>{GUTTER}}{tick if is_labelled else side}", "dim")
+        text.append(f"\n{labels.get(row, ''):>{GUTTER}}{tick if row in labels else side}", "dim")
         for column in range(width):
             text.append(*cells.get((row, column), (" ", "")))
     first, last = _format(left), _format(right)
     ends = f"\n{x_name:>{GUTTER}} {first}{last:>{width - len(first)}}"
     return text.append(f"\n{'':{GUTTER}}{corner}{line * width}{ends}", "dim")
+
+
+def _round_ticks(low: float, high: float, most: int, finest: int | None = None) -> list[float]:
+    """Returns multiples of 1, 2 or 5 times a power of ten, at least 10^``finest``, that enclose a range in at most
+    ``most`` steps."""
+    largest = max(abs(low), abs(high)) or 1.0
+    span = high - low if high - low > FLAT * largest else largest
+    powers = count(math.floor(math.log10(span / most)) if finest is None else finest)
+    steps = (unit * 10.0**power for power in powers for unit in (1, 2, 5))
+    step = next(step for step in steps if math.ceil(high / step) - math.floor(low / step) <= most)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [n * step for n in range(first, max(last, first + 1) + 1)]
 
 
 def _format(value: float) -> str:
