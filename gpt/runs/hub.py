@@ -17,7 +17,7 @@ FILES = [
     *CONFIG, "model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors", "generation_config.json",
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "chat_template.jinja", "adapter_model.safetensors",
-    "vocab.json",  # refused if there is no tokenizer.json
+    "vocab.json",  # refused without a tokenizer.json
     "gpt.json", "checksums.json", "tokenizer.tiktoken",  # gpt's own checkpoint files
     "README.md",  # contains the license
 ]  # fmt: skip

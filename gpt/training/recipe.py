@@ -574,7 +574,7 @@ def check_model(recipe: Recipe, facts: Facts) -> None:
 
 
 def can_read(tokens: int, step_tokens: int, model: GPTConfig) -> bool:
-    """Whether teachers can read a text of so many tokens before the run."""
+    """Whether the probabilities of teachers for a text of ``tokens`` ids keep to the limits."""
     V = model.vocab_size
     return tokens * V <= MAX_LESSON_BYTES and step_tokens * V <= MAX_STEP_BYTES and V <= MAX_READ_VOCABULARY
 
