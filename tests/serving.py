@@ -62,16 +62,16 @@ class Served:
         return error
 
     def raw(self, data: bytes) -> bytes:
-        """Sends raw bytes. Returns what the server sends until it closes the connection or is silent for 2 s."""
-        with socket.create_connection(("127.0.0.1", self.port), timeout=2) as sock:
+        """Sends raw bytes. Returns what the server sends until it closes the connection."""
+        with self.connect() as sock:
             sock.sendall(data)
             return received(sock)
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
-    def idle(self, seconds: float = 20) -> None:
-        end = time.monotonic() + seconds
+    def idle(self) -> None:
+        end = time.monotonic() + 60
         while self.service.pending or self.service.worker.busy:
             assert time.monotonic() < end, "something is generated still"
             time.sleep(0.005)
@@ -134,7 +134,7 @@ def served(
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
-    assert ready.wait(30)
+    assert ready.wait(60)
 
     def stop() -> None:
         http.should_exit = http.force_exit = True
@@ -145,7 +145,7 @@ def served(
     finally:
         test_server.client.close()
         stop()
-        thread.join(30)
+        thread.join(60)
         for service in services:
             service.worker.stop()
         sock.close()

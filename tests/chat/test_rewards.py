@@ -91,7 +91,7 @@ FAULTS = {
     "rewards.pop()": "lines for",
     "rewards[2] = float('nan')": 'wrote "nan" in line 3, which is not a finite number',
     "rewards[0] = 'good'": 'wrote "good" in line 1, which is not a finite number',
-    "time.sleep(30)": "took more than 3 s",
+    "time.sleep(100)": "took more than 1 s",
 }
 
 
@@ -104,11 +104,11 @@ def test_fault_of_the_program_is_one_line_and_the_run_resumes(
     def listen(event: Any) -> None:
         if isinstance(event, events.StepEvent) and event.step == 3:
             Path("fault").write_text(fault)
+            patch.setattr(rewards, "SECONDS", 1.0 if "sleep" in fault else 60.0)
 
     settings = {"init": base, "steps": 5, "eval_every": 2, "save_every": 5, **SETTINGS}
     whole = library.train("prompts.jsonl", out="whole", **settings).run
     with monkeypatch.context() as patch, pytest.raises(WorkError) as raised:
-        patch.setattr(rewards, "SECONDS", 3.0 if "sleep" in fault else 60.0)
         library.train("prompts.jsonl", out="broken", listen=listen, **settings)
     assert FAULTS[fault] in raised.value.message
     assert "resume with: gpt train --resume broken" in raised.value.hint

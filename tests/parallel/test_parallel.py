@@ -125,11 +125,17 @@ def test_error_on_one_rank_is_reported_once(workdir: Path, capfd: pytest.Capture
     assert library.resume("broken").steps == 12
 
 
-@pytest.mark.slow
-def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other rank hangs, as in an NCCL collective. By default, the launcher waits 30 seconds for it."""
-    write_texts()
+@pytest.fixture
+def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default, the launcher waits 30 seconds for a rank that hangs."""
     monkeypatch.setattr(LocalElasticAgent, "_stop_workers", lambda agent, group: agent._shutdown(timeout=1))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("short_patience")
+def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, gpt: Gpt, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank hangs, as in an NCCL collective."""
+    write_texts()
     command = [sys.executable, str(RANKS), "killed"]
     monkeypatch.setattr(launching, "launch", lambda words, nproc, start_time: launch(command, nproc, start_time))
     done = gpt("train", "book.txt", "--nproc", "2")
@@ -140,6 +146,7 @@ def test_killed_rank_ends_a_rank_that_hangs(workdir: Path, gpt: Gpt, monkeypatch
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_patience")
 def test_rank_ends_when_a_collective_times_out(workdir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A machine that loses power does not close its connections."""
     write_texts()

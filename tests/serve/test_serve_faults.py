@@ -38,7 +38,8 @@ from gpt.system.errors import UserError
 from gpt.system.files import Stamps
 from gpt.tokenizers.tokenizer import bytes_tokenizer
 
-LONG_REQUEST = {"prompt": "the cat", "max_tokens": 4000, "ignore_eos": True}
+# No test waits for its last token.
+LONG_REQUEST = {"prompt": "the cat", "max_tokens": 10_000_000, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,8 @@ def single_slot(model: LanguageModel) -> Iterator[Served]:
         yield api
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it does not come"
         time.sleep(0.002)
@@ -62,7 +63,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
 
 def wait_for_bytes(sock: socket.socket, expected: bytes) -> None:
     data = b""
-    sock.settimeout(10)
+    sock.settimeout(60)
     while expected not in data:
         part = sock.recv(2**16)
         assert part, data[-500:]
@@ -79,12 +80,10 @@ def test_disconnect_cancels_and_frees_the_slot(single_slot: Served, body: dict[s
     sock.sendall(request({**LONG_REQUEST, **body}))
     wait_until_running(single_slot)
     if body.get("stream"):
-        assert b"data: " in sock.recv(2**16) + sock.recv(2**16)
-    disconnected = time.monotonic()
+        wait_for_bytes(sock, b"data: ")
     sock.close()
     assert single_slot.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
-    assert time.monotonic() - disconnected < 1.5
-    single_slot.idle(1)
+    single_slot.idle()
     wait_until(lambda: any(" status=499 " in line for line in single_slot.notes[-2:]))
     assert b"gpt_requests_cancelled_total" in single_slot.client.get("/metrics").content
 
@@ -159,7 +158,7 @@ def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypa
 
     def read_prompt(tokenizer: Any, prompt: Any) -> Prompt:
         tokenized_texts.append(prompt[:5])
-        release.wait(20)
+        release.wait(100)
         return choices.read_prompt(tokenizer, prompt)
 
     monkeypatch.setattr(app, "read_prompt", read_prompt)
@@ -200,7 +199,7 @@ def test_slow_templates_and_large_texts_block_no_other_request(
 
     def render(tokenizer: Any, messages: Any, **form: Any) -> str:
         waiting.append(threading.current_thread().name)
-        release.wait(20)
+        release.wait(100)
         return "the cat"
 
     monkeypatch.setattr(app.tool_calls.chat, "render", render)
@@ -248,7 +247,7 @@ def test_stalled_reader_is_dropped_and_blocks_no_other_request(
         stalled.sendall(request(body))
         wait_until_running(api)
         api.ask(prompt="a", max_tokens=3)
-        api.idle(60)
+        api.idle()
         assert "gpt_requests_cancelled_total 1.0" in api.client.get("/metrics").text
 
 
@@ -309,10 +308,11 @@ def test_chunked_bodies_work_and_oversized_bodies_are_refused(single_slot: Serve
 def test_concurrent_large_bodies_are_limited(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_flight, "MAX_BODIES", 500_000)
     large = HEAD + b"Content-Length: 400000\r\n\r\n" + b" " * 390_000
-    with served(model) as api, api.connect() as first:
+    with served(model) as api, api.connect() as first, api.connect() as second:
         first.sendall(large)
         wait_until(lambda: api.server.in_flight.bytes >= 390_000)
-        assert api.raw(large).startswith(b"HTTP/1.1 429 ")
+        second.sendall(large)
+        wait_for_bytes(second, b"HTTP/1.1 429 ")
         api.ask(prompt="a", max_tokens=1)  # Small bodies are still accepted.
 
 
@@ -475,11 +475,9 @@ def test_error_outside_a_step_fails_health_and_all_requests(
                     wait_for_bytes(other, b"a fault of the worker")
                 else:
                     wait_until(lambda: api.service.worker.engine.running == 2)
-        start_time = time.monotonic()
         wait_until(lambda: api.client.get("/health").status_code == 500)
         wait_for_bytes(running, b"a fault of the worker")
         assert api.post("/v1/completions", prompt="a").status_code == 500
-        assert time.monotonic() - start_time < 5
         wait_until(lambda: "gpt_texts_running 0.0" in api.client.get("/metrics").text)
 
 
@@ -585,8 +583,8 @@ def test_changed_model_file_is_detected(model: LanguageModel, tmp_path: Path) ->
 
 
 def test_small_request_is_answered_before_a_large_one(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MAX_PENDING_TEXTS", 64)
-    large = {"prompt": [f"the {at}" for at in range(8)], "n": 2, "max_tokens": 400, "ignore_eos": True}
+    monkeypatch.setattr(app, "MAX_PENDING_TEXTS", 512)
+    large = {"prompt": [f"the {at}" for at in range(8)], "n": 16, "max_tokens": 100, "ignore_eos": True}
     with served(model, rows=2) as api, contextlib.ExitStack() as connections:
         for _ in range(6):
             connections.enter_context(api.connect()).sendall(request(large))
@@ -603,7 +601,7 @@ def test_small_constraint_does_not_wait_for_large_ones(model: LanguageModel, mon
     release, check = threading.Event(), constraint._check
 
     def slow_check(name: str, grammar: str) -> None:
-        release.wait(20)
+        release.wait(100)
         check(name, grammar)
 
     monkeypatch.setattr(constraint, "_check", slow_check)
@@ -797,15 +795,19 @@ class Process:
         self.process = spawn("serve", "-m", run, "--port", "0", *words, **kwargs)
         assert self.process.stderr is not None
         self.line = next(line for line in self.process.stderr if "serving" in line).strip()
-        self.client = httpx.Client(base_url=self.line.split()[-1], timeout=30)
+        self.client = httpx.Client(base_url=self.line.split()[-1], timeout=60)
 
     def stream(self) -> Iterator[str]:
-        body = {"prompt": "a", "max_tokens": 4000, "ignore_eos": True, "stream": True, "n": 8}
+        body = {**LONG_REQUEST, "stream": True, "n": 8}
         with self.client.stream("POST", "/v1/completions", json=body) as answer:
             yield from answer.iter_lines()
 
-    def end(self, timeout: int = 30) -> tuple[int, str]:
-        _, err = self.process.communicate(timeout=timeout)
+    def wait_for_line(self, part: str) -> None:
+        assert self.process.stderr is not None
+        assert any(part in line for line in self.process.stderr)
+
+    def end(self) -> tuple[int, str]:
+        _, err = self.process.communicate(timeout=100)
         return self.process.returncode, err
 
 
@@ -832,7 +834,7 @@ def test_a_server_of_two_models_answers_as_each_alone_until_a_second_ctrl_c(
     import gpt
 
     other = save(Path("other"), loud(GPTConfig(257, 16, 1, 2, 16)), bytes_tokenizer())
-    process = serve("-m", other, "--max-batch", "2")
+    process = serve("-m", other, "--max-batch", "2", "--grace", "1000")
     announcement = process.line.partition(" at http")[0]
     assert announcement.startswith("serving ") and "/" not in announcement  # No local path is printed.
     (first, second), client = process.line.removeprefix("serving ").partition(" at ")[0].split(", "), process.client
@@ -867,12 +869,14 @@ def test_a_server_of_two_models_answers_as_each_alone_until_a_second_ctrl_c(
     assert client.get(f"/v1/models/{second}").status_code == 200
     lines = process.stream()
     next(lines)
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):  # They are one request.
+    process.process.send_signal(signal.SIGINT)
+    process.wait_for_line("1 request may run for 1000 s more")
+    for signum in (signal.SIGHUP, signal.SIGTERM, signal.SIGHUP):  # They are one request.
         process.process.send_signal(signum)
-        time.sleep(0.5)
-    assert process.process.poll() is None
-    process.process.send_signal(signal.SIGINT)  # A second Ctrl-C ends it before the 30 seconds that requests get.
-    status, err = process.end(timeout=25)
+        assert client.get("/health").status_code == 503
+    time.sleep(0.5)  # Programs repeat a signal sooner than a person.
+    process.process.send_signal(signal.SIGINT)
+    status, err = process.end()
     assert status == 130
     assert "Traceback" not in err
 
@@ -898,11 +902,10 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
             signal.signal(each, signal.SIG_IGN)
 
     monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
-    process = serve("--name", "book", "--grace", "1", preexec_fn=ignore)
+    process = serve("--name", "book", "--grace", "5", preexec_fn=ignore)
     assert process.line.startswith("serving book at http://127.0.0.1:")
     for each in ignored:
         process.process.send_signal(each)
-    time.sleep(0.3)
     body = {"prompt": "a", "model": "book", "max_tokens": 1}
     assert process.client.post("/v1/completions", json=body).status_code == 401
     process.client.headers["Authorization"] = "Bearer sesame"
@@ -910,7 +913,7 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
     lines = process.stream()
     next(lines)
     process.process.send_signal(signum)
-    time.sleep(0.3)
+    process.wait_for_line("1 request may run for 5 s more")
     with httpx.Client(base_url=process.client.base_url, headers=process.client.headers) as other:
         response = other.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == other.get("/health").status_code == 503
@@ -920,5 +923,4 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
     assert not any('"finish_reason": "' in line or "[DONE]" in line for line in later_lines)
     status, err = process.end()
     assert status == 128 + signum
-    assert "1 request may run for 1 s more" in err
     assert "Traceback" not in err and "sesame" not in err

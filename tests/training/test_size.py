@@ -1,6 +1,5 @@
 """The preset chosen for a time budget."""
 
-import time
 from collections.abc import Callable
 from itertools import pairwise
 from types import SimpleNamespace
@@ -137,17 +136,18 @@ def test_throughput_is_measured_on_this_machine() -> None:
     assert 100 < measure_throughput("nano", TrainConfig(), CPU) < 1e7
 
 
-def test_window_time_ignores_the_first_evaluation() -> None:
+def test_window_time_ignores_the_first_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU loads kernels in the first evaluation. In later evaluations, many windows take as long as one."""
     sizes: list[int] = []
 
-    def measure(windows: Any, compute: Any, stop: Any) -> float:
-        time.sleep(0.001 if sizes else 0.2)
+    def measure(windows: Any, compute: Any, stop: Any) -> None:
+        clock.append(0.001 if sizes else 0.2)
         sizes.append(len(windows))
-        return 0.0
 
+    clock: list[float] = []
+    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=lambda: sum(clock)))
     single: Any = SimpleNamespace(world=World(), model=None, compute=None)
     windows: Any = range(100)
-    assert measuring.measure_window_seconds(single, windows, 0.3, measure) < 0.01
+    assert measuring.measure_window_seconds(single, windows, 0.3, measure) == pytest.approx(0.001 / 64)
     assert sizes == [1, 1, 4, 16, 64]
     assert measuring.measure_window_seconds(single, windows[:0], 2.0, measure) < 1e-6

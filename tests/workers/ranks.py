@@ -216,18 +216,18 @@ def kill_rank_1() -> None:
 
 
 def time_out_on_rank_1() -> None:
-    """Delays rank 1 past a collective's timeout, like a machine without power."""
+    """Stalls rank 1 past a collective's timeout, like a machine without power."""
     original, calls = stepping.Stepper.step, []
 
     def step(*args: Any) -> Any:
         calls.append(1)
         if RANK == 1 and len(calls) == 6:
-            time.sleep(6)
+            time.sleep(300)
         return original(*args)
 
     with (
         mock.patch.object(stepping.Stepper, "step", step),
-        mock.patch.object(world, "COLLECTIVE_TIMEOUT", timedelta(seconds=2)),
+        mock.patch.object(world, "COLLECTIVE_TIMEOUT", timedelta(seconds=10)),
     ):
         run_command("--quiet", "-o", "silent")
 
