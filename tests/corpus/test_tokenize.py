@@ -2,12 +2,12 @@
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,15 +213,19 @@ def tokenize_until_crash(texts: Path, out: Path, count: int, **settings: object)
 
 
 SCRIPT = """
+import os
 import sys
-import time
 for name, value in {small!r}.items():
     room, _, constant = name.rpartition(".")
     setattr(__import__(room, fromlist=["x"]), constant, value)
 from gpt.corpus.unfinished_folder import ShardWriter
 from gpt_cli.main import main
 finish = ShardWriter.finish_group
-ShardWriter.finish_group = lambda writer: (time.sleep(0.02), finish(writer))  # Signals then find it at work.
+def finish_group(writer):
+    finish(writer)
+    if f"{{len(writer.groups)}} groups" in os.environ:
+        os.kill(os.getpid(), int(os.environ[f"{{len(writer.groups)}} groups"]))
+ShardWriter.finish_group = finish_group
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
@@ -229,7 +233,7 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def script(tmp_path: Path) -> list[str]:
-    """A command that writes small shards."""
+    """A command that writes small shards, and after the group of an environment variable sends itself a signal."""
     path = tmp_path / "script.py"
     path.write_text(SCRIPT.format(small=SMALL))
     return [sys.executable, str(path), "tokenize"]
@@ -243,13 +247,10 @@ def test_resume_after_signals_is_byte_identical(
     out = tmp_path / "out"
     command = [*script, str(texts), "-o", str(out), "--vocab-size", "400", "--resume", "--jobs", "2"]
     codes, errors = [], ""
-    for number, groups in ((signum, 1), (signal.SIGKILL, 6), (signal.SIGKILL, 100_000)):
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-            while process.poll() is None and finished_groups(out) <= groups:
-                time.sleep(0.002)
-            process.send_signal(number)
-            errors += process.communicate()[1]
-        codes.append(process.returncode)
+    for signals in ({"2 groups": str(signum)}, {"7 groups": str(int(signal.SIGKILL))}, {}):
+        result = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | signals)
+        errors += result.stderr
+        codes.append(result.returncode)
     assert codes == [128 + signum, -signal.SIGKILL, 0]
     assert "continue with --resume" in errors
     assert "Traceback" not in errors
