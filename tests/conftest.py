@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import numpy as np
 import pytest
 
@@ -35,6 +36,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # Without bytecode files, each 
 sys.dont_write_bytecode = False
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # A second thread does not help tiny models.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")  # Otherwise Inductor compiles a probe of each instruction set.
+
+hypothesis.settings.register_profile("tests", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("tests")  # A busy machine can stall.
 
 for name in ("SIGINT", "SIGHUP"):  # Background jobs and nohup ignore these signals.
     if hasattr(signal, name) and signal.getsignal(getattr(signal, name)) is signal.SIG_IGN:

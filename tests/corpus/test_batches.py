@@ -28,7 +28,7 @@ def test_every_epoch_has_a_different_order() -> None:
     assert len(steps) == 3
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(length=st.integers(8, 1000), rows=st.integers(1, 9), seed=st.integers(0, 99))
 def test_an_epoch_sees_every_token_once(length: int, rows: int, seed: int) -> None:
     ids = Ring(length)
@@ -58,7 +58,7 @@ def test_batches_depend_only_on_seed_and_step() -> None:
     assert {x % 16 for x in first if x < 9000} != {x % 16 for x in second if x < 9000}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(length=st.integers(16, 300), rows_per_rank=st.integers(1, 5), ranks=st.integers(1, 6), step=st.integers(0, 500))
 def test_ranks_partition_the_batch(length: int, rows_per_rank: int, ranks: int, step: int) -> None:
     batches = Batches(Ring(length), 4, rows_per_rank * ranks, 3)

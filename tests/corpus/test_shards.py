@@ -63,7 +63,7 @@ def test_damaged_shard_is_an_error(tmp_path: Path) -> None:
         Shard(tmp_path / "missing.ids")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_token_stream_concatenates_shards(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("stream")

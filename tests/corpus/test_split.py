@@ -35,7 +35,7 @@ def split_texts(texts: list[str], fraction: float, seed: int = 0) -> tuple[list[
     return sides
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=1, max_size=8), st.floats(0.01, 0.9))
 def test_split_at_the_end_loses_no_text(texts: list[str], fraction: float) -> None:
     texts = [re.sub("[\0\r]", "0", text) for text in texts]

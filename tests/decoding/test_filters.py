@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from transformers import (
@@ -32,7 +32,7 @@ def random_logits(seed: int, rows: int = 1) -> Tensor:
     return 3 * torch.randn(rows, V, generator=torch.Generator().manual_seed(seed))
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(SEEDS, st.integers(1, 60), st.floats(0.01, 0.99), st.floats(0.1, 3.0))
 def test_temperature_top_k_top_p_and_min_p_match_transformers(seed: int, k: int, p: float, t: float) -> None:
     logits = random_logits(seed)
@@ -48,7 +48,7 @@ def test_temperature_top_k_top_p_and_min_p_match_transformers(seed: int, k: int,
         assert torch.equal(kept_mask, expected_mask)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200)
 @given(
     SEEDS, st.lists(st.integers(0, 6), min_size=1, max_size=30), st.floats(0.1, 5.0), st.integers(1, 5),
     st.dictionaries(st.integers(0, V - 1), st.floats(-9, 9), max_size=5),
@@ -89,7 +89,7 @@ def test_repeated_ngrams_are_found_in_linear_time(n: int, next_id: Callable[[int
     assert ids.count <= 2 + len(expected)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(
     SEEDS, st.lists(st.integers(0, 6), max_size=30), st.lists(st.integers(0, 6), max_size=30),
     st.floats(-2, 2), st.floats(-2, 2),
@@ -108,7 +108,7 @@ def test_presence_and_frequency_penalties_match_openai(
     assert torch.allclose(adjusted, expected, atol=1e-6)
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=50)
 @given(SEEDS)
 def test_order_of_filters_matches_transformers(seed: int) -> None:
     config = SampleConfig(temperature=0.7, top_k=20, top_p=0.8, min_p=0.05, repetition_penalty=1.5, no_repeat_ngram=2)
@@ -125,7 +125,7 @@ def test_order_of_filters_matches_transformers(seed: int) -> None:
     assert torch.allclose(filtered.softmax(-1), expected.softmax(-1), atol=1e-6)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100)
 @given(
     st.lists(st.sampled_from([0.0, 1.0, -1e30, 1e30, 5.0]), min_size=1, max_size=6), st.floats(0, 100),
     st.integers(0, 9), st.floats(0, 1), st.floats(0, 1), st.integers(0, 3), st.lists(st.integers(0, 5), max_size=12),

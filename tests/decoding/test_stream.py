@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from conftest import make_text
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpt.decoding.stream import TextStream
@@ -11,7 +11,6 @@ from gpt.tokenizers import tokenizer
 from gpt.tokenizers.tokenizer import Tokenizer
 
 BYTES = tokenizer.bytes_tokenizer()
-PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # A shared machine can stall.
 
 
 def stream_pieces(ids: Sequence[int], stops: Sequence[str] = (), tok: Tokenizer = BYTES) -> list[str]:
@@ -24,7 +23,6 @@ def stream_pieces(ids: Sequence[int], stops: Sequence[str] = (), tok: Tokenizer 
     return [*pieces, stream.flush()]
 
 
-@PATIENT
 @given(st.text(max_size=30), st.binary(max_size=6))
 def test_streaming_shows_whole_characters_and_all_text(text: str, junk: bytes) -> None:
     for data in (text.encode(), text.encode() + junk):
@@ -50,7 +48,6 @@ def text_before_stop(text: str, stops: Sequence[str]) -> str:
 LETTERS = st.text("ab🐕", min_size=1, max_size=4)
 
 
-@PATIENT
 @given(st.text("ab🐕", max_size=20), st.lists(LETTERS, max_size=4))
 @example("aab", ["ab"])
 @example("abab🐕", ["aba🐕", "b🐕"])
@@ -65,7 +62,6 @@ def test_no_part_of_a_stop_string_is_shown(text: str, stops: list[str]) -> None:
         assert expected.startswith(shown_text)
 
 
-@PATIENT
 @given(st.text("ab ", max_size=30), st.lists(st.text("ab ", min_size=1, max_size=5), max_size=3))
 def test_stop_strings_match_across_tokens(text: str, stops: list[str]) -> None:
     tok = tokenizer.train_tokenizer(["ab aab abb bab aba " * 50], 264)

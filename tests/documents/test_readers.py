@@ -158,7 +158,7 @@ def test_empty_files_have_no_documents() -> None:
     st.binary(max_size=40).filter(lambda data: b"\0" not in data and data[:2] not in (b"\xff\xfe", b"\xfe\xff")),
     st.integers(1, 8),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_block_size_does_not_change_decoding(data: bytes, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(formats, "BLOCK", block)
@@ -186,7 +186,7 @@ def check_strict(data: bytes, codec: str, name: str, **config: str) -> None:
 
 @given(st.text(st.sampled_from("aé日\n🐕\ufeff"), max_size=30), st.binary(max_size=3), st.integers(1, 5),
        st.sampled_from(["utf-8-sig", "utf-16", "utf-16-be", "utf-32-le", "latin-1", "cp1252", "ascii", "shift_jis", "gb18030", "euc_jp"]))  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_other_encodings_decode_like_python(text: str, tail: bytes, block: int, encoding: str) -> None:
     data = text.encode(encoding, "replace").replace(b"?", b"\n") + tail
     expected = data.decode(encoding, "replace")
@@ -207,7 +207,7 @@ LINES = st.lists(
 
 
 @given(LINES, st.sampled_from(["---", "", "-", "x"]), st.integers(1, 7), st.sampled_from([1, 10, 1000]), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_split_on_matches_whole_lines(lines: list[str], separator: str, block: int, head: int, skip_bad: bool) -> None:
     expected = [""]
     parts = normalize("\n".join(lines)).split("\n")

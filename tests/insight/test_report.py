@@ -111,7 +111,7 @@ def search_copies(text: list[int], training: list[int]) -> tuple[int, float | No
     return longest, sum(gram in spans for gram in grams) / len(grams) if grams else None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.data())
 def test_find_copies_agrees_with_a_naive_search(data: st.DataObject) -> None:
     ids = st.integers(0, 2)

@@ -74,7 +74,7 @@ TEXTS = st.one_of(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=12), size=st.integers(1, 40))
 @pytest.mark.parametrize("name", MOSTLY_SLOW)
 def test_splitting_does_not_change_the_ids(
@@ -158,7 +158,7 @@ def test_engine_failure_is_an_error() -> None:
         tokenizer.encode("abc")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(texts=st.lists(TEXTS | st.sampled_from([backends._SEPARATOR, backends._SEPARATOR[:-1]]), max_size=6))
 def test_batch_encoding_equals_single_encoding(texts: list[str], tokenizers: Callable[[str], list[Tokenizer]]) -> None:
     for name in ("gpt2", "cl100k", "lines"):

@@ -38,7 +38,7 @@ def hf_tokenizer(trained: tokenizer.Tokenizer) -> HFTokenizer:
     return HFTokenizer.from_str(json.dumps(saving.to_tokenizer_json(trained)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.sampled_from(HARD) | st.text(max_size=60))
 def test_round_trip_and_parity_on_any_text(text: str, trained: tokenizer.Tokenizer, hf_tokenizer: HFTokenizer) -> None:
     for tested_tokenizer in (trained, tokenizer.bytes_tokenizer()):
@@ -85,7 +85,7 @@ def test_trained_tokens_have_a_maximum_length() -> None:
     bpe = tokenizer.train_tokenizer_up_to([text], 5000)
     assert max(len(token.decode("utf-8", "replace")) for token in bpe.backend.ranks) <= tokenizer.MAX_LEARNED_LENGTH
     saving.to_tokenizer_json(bpe)
-    assert time.monotonic() - start_time < 20  # A token of 100,000 bytes would take many minutes.
+    assert time.monotonic() - start_time < 100  # A token of 100,000 bytes would take many minutes.
 
 
 # tiktoken encodings
@@ -172,7 +172,7 @@ def pattern_tokenizer(name: str) -> tuple[tokenizer.Tokenizer, HFTokenizer]:
     return bpe, HFTokenizer.from_str(json.dumps(saving.to_tokenizer_json(bpe)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=50) | st.text(st.sampled_from(" \n\r\t'/sSlLtdm19.!-aBか。\u0301é\u00a0"), max_size=40))
 @pytest.mark.parametrize("name", ["cl100k_base", "o200k_base", "odd"])
 def test_other_patterns_match_the_library(name: str, text: str) -> None:

@@ -72,7 +72,7 @@ every_form = pytest.mark.parametrize("form", vocabularies.FORMS)
 
 
 @every_form
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(text=ANY)
 def test_ids_equal_the_tokenizers_library(form: str, text: str, load_both: LoadBoth) -> None:
     tokenizer, reference = load_both(form)
@@ -92,7 +92,7 @@ def test_ids_equal_transformers(form: str, folders: dict[str, Path], load_both: 
 
 
 @every_form
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=ANY)
 def test_streamed_text_equals_decoded_text(form: str, text: str, load_both: LoadBoth) -> None:
     tokenizer, reference = load_both(form)
@@ -195,7 +195,7 @@ def test_byte_order_marks_are_ignored(form: str, folders: dict[str, Path], tmp_p
 
 
 @pytest.mark.parametrize("form", ["llama2", "mistral"])
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(text=st.text(max_size=20).filter(lambda text: "▁" not in text and not text.startswith(" ")))
 def test_continuation_gets_no_prefix_space(form: str, text: str, load_both: LoadBoth) -> None:
     tokenizer = load_both(form)[0]
