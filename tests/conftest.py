@@ -357,6 +357,15 @@ def browser() -> Iterator[Any]:
         chromium.close()
 
 
+# Sets the promise `traced`, which the page's next search of the training text fulfils once it is shown.
+WATCH_TRACE = """() => {
+    window.search_ ??= engine.trace;
+    window.traced = new Promise((done) => {
+        engine.trace = async (...query) => { const found = await search_(...query); setTimeout(done); return found; };
+    });
+}"""
+
+
 @pytest.fixture
 def disguise(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """Returns `fake_cuda.disguised`, a context that simulates CUDA devices on the CPU. Skips the test if the simulation

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import vocabularies
-from conftest import make_text
+from conftest import WATCH_TRACE, make_text
 from models import CPU, FAMILIES, engine_of, loud, source_of
 
 from gpt import api
@@ -395,8 +395,9 @@ def test_panel_shows_the_passages_around_a_token(run_folder: Path, open_page: Op
     trace = "const own = parts.filter((part) => part.run), { base } = own[0].run;"
     trace += "return engine.trace([...base, ...own.map((part) => part.id)], base.length + own.indexOf(parts[seen]), base.length);"
     for key in ("ArrowLeft", "ArrowLeft", "ArrowRight"):
+        page.evaluate(WATCH_TRACE)
         page.keyboard.press(key)
-        page.wait_for_timeout(200)
+        page.evaluate("traced")
         found = page.evaluate(f"(() => {{ {trace} }})()")
         assert [*map(str.strip, page.locator("#origins mark").all_text_contents())] == [
             passage["text"].strip() for passage in found["passages"]
@@ -450,7 +451,7 @@ def test_damaged_file_says_so(old: str, new: str, browser: Any, whole_page: str,
     error = page.locator(
         "#error:not([hidden])", has_text=re.compile("^This (file is|page has not started.*is) damaged", re.DOTALL)
     )
-    error.wait_for(timeout=20_000)
+    error.wait_for(timeout=60_000)
     page.close()
 
 

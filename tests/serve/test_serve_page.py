@@ -8,6 +8,7 @@ import json
 import math
 import re
 import shutil
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 from colours import contrast, luminance
-from conftest import FAST, make_text, more
+from conftest import FAST, WATCH_TRACE, make_text, more
 
+from gpt.decoding.engine import Engine
 from gpt.playground import page as playground
 
 KEY = "the key"
@@ -120,7 +122,7 @@ def open_page(browser: Any, address: str) -> Iterator[Callable[..., Any]]:
     ) -> Any:  # fmt: skip
         addresses.append(address)
         page = browser.new_page(viewport={"width": width, "height": 800}, **settings)
-        page.set_default_timeout(30_000)
+        page.set_default_timeout(60_000)
         pages.append(page)
         page.on("console", lambda message: console_messages.append(message.text))
         page.on("pageerror", lambda error: console_messages.append(str(error)))
@@ -153,11 +155,10 @@ def change_source(page: Any, address: str, changes: dict[str, str]) -> None:
 
 def wait_until(page: Any, condition: str) -> None:
     """Polls a condition, since the page's content security policy blocks wait_for_function."""
-    for _ in range(1500):
-        if page.evaluate(condition):
-            return
+    start_time = time.monotonic()
+    while not page.evaluate(condition):
+        assert time.monotonic() - start_time < 60, condition
         page.wait_for_timeout(20)
-    pytest.fail(condition)
 
 
 @pytest.fixture
@@ -373,11 +374,14 @@ def test_text_typed_while_the_model_loads_becomes_a_message(open_chat: Any) -> N
     page.keyboard.press("Enter")
     wait_until(page, ANSWERED)
     assert read_conversation(page)[0] == ("You", "the cat")
-    wait_until(page, "performance.now() - endTime > 500")
+    page.clock.install(time=0)
+    page.clock.pause_at(3600)
     page.fill("#question", "and?")
     page.evaluate("endTime = performance.now()")
-    page.click("#go")  # Meant for "Stop"
-    assert page.input_value("#question") == "and?"
+    for milliseconds, content in ((500, "and?"), (1, "")):  # The first click was meant for "Stop".
+        page.clock.run_for(milliseconds)
+        page.click("#go")
+        assert page.input_value("#question") == content
 
 
 def test_alternatives_can_be_chosen_with_the_keyboard(open_page: Any, address: str) -> None:
@@ -446,16 +450,16 @@ def test_alternatives_can_be_chosen_with_the_mouse(open_page: Any) -> None:
 
 def test_escape_stops_generation(open_page: Any) -> None:
     page = open_page()
-    write_text(page, "the cat", wait=False, max_tokens=4000)
+    write_text(page, "the cat", wait=False, max_tokens=1_000_000)
     wait_until(page, "marks.length > 20")
     assert page.locator("#text").get_attribute("readonly") is not None
     page.keyboard.press("Escape")
     wait_until(page, DONE)
-    assert 20 <= len(read_marks(page)) < 4000  # The prompt has a mark, too.
+    assert len(read_marks(page)) >= 20  # The prompt has a mark, too.
     assert page.inner_text("#status") == "Stopped."
     page.keyboard.type(" and on")
     assert page.input_value("#text").endswith(" and on")
-    write_text(page, "the cat", wait=False, max_tokens=4000)
+    write_text(page, "the cat", wait=False)
     wait_until(page, "marks.length > 5")
     page.click("#go")
     wait_until(page, DONE)
@@ -858,7 +862,11 @@ def test_regenerate_and_clear_can_be_undone(open_chat: Any) -> None:
     assert read_conversation(page) == second
 
 
-def test_stop_keeps_partial_answers_and_restores_unanswered_questions(open_chat: Any) -> None:
+def test_stop_keeps_partial_answers_and_restores_unanswered_questions(
+    open_chat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.05) or step(engine))  # 900 tokens take 45 seconds.
     page = open_chat()
     send_message(page, "the cat", wait=False, max_tokens=900, temperature=0)
     wait_until(page, "marks.length > 8")
@@ -1250,8 +1258,9 @@ def test_panel_shows_where_a_token_comes_from(open_page: Callable[..., Any], run
         place = f"document 1, line {found['passages'][0]['line']:,}"
         assert page.locator("#origins li span").first.text_content() == place
         assert f"has {found['length']} token" in page.text_content("#origins")
+        page.evaluate(WATCH_TRACE)
         page.click("#before")
-        page.wait_for_timeout(300)
+        page.evaluate("traced")
         found = post(tracing, "trace", ids=ids, at=len(ids) - 2, first=len(prompt))
         assert page.locator("#origins mark").all_text_contents() == [each["text"] for each in found["passages"]]
         assert page.evaluate(NAMELESS) == 0
