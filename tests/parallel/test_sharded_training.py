@@ -1,21 +1,24 @@
 """Sharded runs, executed by `parts.py`."""
 
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import Gpt, assert_same, curve, one_line_of_what_and_what_next, state_of
+from conftest import Gpt, assert_same, curve, one_line_of_what_and_what_next, spawn, state_of
 from parts import FAMILY_RUNS, MODELS, SHARDED_RUNS
 from ranks import OPTIONS, TWELVE_STEPS, copy_killed_run
 from safetensors.torch import load_file
-from several import PARTS, assert_resumes_after_stop, assert_trained_alike, event_values, losses, train_all, write_texts
+from several import PARTS, RANKS, assert_trained_alike, event_values, losses, train_all, write_texts
 
 import gpt as library
 from gpt.insight.evaluate import Window
 from gpt.insight.report import read_history
+from gpt.parallel.launch import launch
 from gpt.parallel.world import World
 from gpt.runs import checkpoint, folder
 from gpt.system.errors import WorkError
@@ -154,9 +157,21 @@ def test_full_disk_does_not_leave_other_ranks_waiting(tmp_path: Path) -> None:
         saver.finish()
 
 
-def test_signal_to_one_rank_stops_all_and_the_run_resumes(several_trained: Path, workdir: Path) -> None:
+def test_signal_to_one_rank_stops_all_and_the_run_resumes(
+    several_trained: Path, workdir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     write_texts()
-    assert_resumes_after_stop([*OPTIONS, "--shard", "full"], several_trained / "whole")
+    assert launch([sys.executable, str(RANKS), "stopped"], 2).status == 143
+    out, err = capfd.readouterr()
+    assert re.fullmatch(
+        r"interrupted at step [5-8] of 12, saved in .*; resume with: gpt train --resume runs/x\n", err
+    ), err
+    assert out == ""
+    process = spawn("train", "--resume", "--quiet", "--json")  # The number of processes stays the same.
+    out, err = process.communicate(timeout=600)
+    assert (process.returncode, err) == (0, "")
+    assert json.loads(out)["steps"] == 12
+    assert_same(Path("runs/x"), several_trained / "dropout")
 
 
 def test_signal_to_one_rank_stops_all_at_the_same_window() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, THIRTY_STEPS, TWELVE_STEPS, copy_killed_run, steady_clock
+from ranks import RANK, SAMPLE, SIX_STEPS, TEXTS, TWELVE_STEPS, copy_killed_run, steady_clock
 
 import gpt
 from gpt.config import events
@@ -92,7 +92,6 @@ def two() -> None:
             copy_killed_run(f"one/{name}", f"{name}-resumed", 3)
         gpt.resume(f"{name}-resumed", **SHARDED)
     gpt.train("book.txt", out="dropout", **{**TWELVE_STEPS, "dropout": 0.1}, **SHARDED)
-    gpt.train("book.txt", out="whole", **THIRTY_STEPS, **SHARDED)
     with mock.patch.object(checkpoint, "MAX_SHARD_BYTES", 60_000):
         gpt.train("book.txt", out="files", **{**TWELVE_STEPS, "steps": 4}, **SHARDED)
     with steady_clock(6, ahead=RANK / 10):

@@ -36,8 +36,6 @@ SMALL: dict[str, Any] = {
 }  # fmt: skip
 SIX_STEPS = {**SMALL, "steps": 6, "save_every": 4, "eval_every": 4, "keep": 9}
 TWELVE_STEPS = {**SMALL, "steps": 12, "save_every": 4, "eval_every": 4, "keep": 9}
-# This run takes long enough to be killed during training.
-THIRTY_STEPS = {**TWELVE_STEPS, "steps": 30, "save_every": 3, "dropout": 0.1}
 
 
 def to_options(settings: dict[str, Any]) -> list[str]:
@@ -241,6 +239,20 @@ def compiler_on_rank_0_only() -> Iterator[None]:
         yield
 
 
+def stop_rank_1() -> None:
+    """Sends rank 1 a signal in the sixth step, after a checkpoint."""
+    original, calls = stepping.Stepper.step, []
+
+    def step(*args: Any) -> Any:
+        calls.append(1)
+        if RANK == 1 and len(calls) == 6:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return original(*args)
+
+    with mock.patch.object(stepping.Stepper, "step", step):
+        run_command("--quiet", "-o", "runs/x", "--dropout", "0.1", "--shard", "full")
+
+
 def disagree_on_seed() -> None:
     run_command("--quiet", "-o", "otherwise", "--seed", str(7 + RANK))
 
@@ -256,7 +268,7 @@ def run_command(*words: str) -> None:
 if __name__ == "__main__":
     scenarios: dict[str, Callable[[], None]] = {
         "two": two, "broken": raise_on_rank_1, "otherwise": disagree_on_seed, "killed": kill_rank_1,
-        "silent": time_out_on_rank_1,
+        "silent": time_out_on_rank_1, "stopped": stop_rank_1,
     }  # fmt: skip
     evaluation.SAMPLE = SAMPLE
     scenarios[sys.argv[1]]()

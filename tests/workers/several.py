@@ -1,25 +1,20 @@
 """Helpers for multi-process tests."""
 
 import json
-import os
-import signal
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import assert_same, curve, make_text, spawn
+from conftest import curve, make_text
 from models import FAMILIES, SHAPES, loud, save
 from parts import FAMILY_SHAPES
-from ranks import SAMPLE, TEXTS, THIRTY_STEPS, to_options
+from ranks import SAMPLE, TEXTS
 
 import gpt as library
 from gpt.config.model import GPTConfig
 from gpt.parallel.launch import LaunchResult, launch
-from gpt.runs import folder
-from tests.stress.faults import process_of
 
 RANKS, PARTS = (Path(__file__).with_name(name) for name in ("ranks.py", "parts.py"))
 
@@ -84,26 +79,3 @@ def assert_trained_alike(single: Path, several: Path, norm_tolerance: float, **l
     assert event_values(several, "grad_norm", "step") == pytest.approx(
         event_values(single, "grad_norm", "step"), rel=norm_tolerance
     )
-
-
-def assert_resumes_after_stop(options: list[str], uninterrupted: Path) -> None:
-    """Trains in two processes, stops rank 1 by SIGTERM after a checkpoint of step 6 or later, and resumes."""
-    long = to_options({key: THIRTY_STEPS[key] for key in ("steps", "dropout", "save_every")})
-    run = Path("runs/x")
-    process = spawn("train", "book.txt", *options, *long, "--nproc", "2", "-o", run, "--quiet")
-    while not run.is_dir() or not any(entry.step >= 6 for entry in folder.checkpoints(run)):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.01)
-    victim = process_of(process.pid, 1)
-    assert victim is not None
-    os.kill(victim, signal.SIGTERM)
-    out, err = process.communicate(timeout=600)
-    assert (process.returncode, out) == (143, "")
-    assert err.startswith("interrupted at step ")
-    assert err.endswith("; resume with: gpt train --resume runs/x\n")
-    assert err.count("\n") == 1
-    process = spawn("train", "--resume", "--quiet", "--json")  # The number of processes stays the same.
-    out, err = process.communicate(timeout=600)
-    assert (process.returncode, err) == (0, "")
-    assert json.loads(out)["steps"] == THIRTY_STEPS["steps"]
-    assert_same(run, uninterrupted)
