@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import Gpt, assert_same, curve, one_line_of_what_and_what_next
 from models import SHAPES, loud, save
+from ranks import steady_clock
 from transformers import AutoModelForCausalLM
 
 import gpt as library
@@ -127,20 +128,21 @@ def test_equal_rewards_change_nothing(base: Path) -> None:
     assert [line["equal_groups"] for line in curve(run) if line["event"] == "step"] == [1.0] * 3
 
 
-@pytest.mark.parametrize("options", [[], ["--lora-rank", "2"], ["--minutes", "0.2"]])
+@pytest.mark.parametrize("options", [["--steps", "12"], ["--steps", "12", "--lora-rank", "2"], ["--minutes", "1"]])
 def test_rewards_are_raised_and_reported(gpt: Gpt, base: Path, options: list[str]) -> None:
     """The reward is the length of the text, and the prompts are messages."""
     records = [{"prompt": [{"role": "user", "content": f"{n}"}], "answer": n} for n in range(12)]
     Path("prompts.jsonl").write_text(json.dumps(records).replace("}, {", "}\n{")[1:-1])
     words = [word for key, value in SETTINGS.items() for word in (f"--{key.replace('_', '-')}", str(value))]
-    words += ["--init", str(base), "-o", "run", "--lr", "0.01", *(options or ["--steps", "12"])]
-    result = gpt("train", "prompts.jsonl", *words, *(["--steps", "12"] if "--lora-rank" in options else []))
+    with steady_clock(12):
+        result = gpt("train", "prompts.jsonl", *words, "--init", base, "-o", "run", "--lr", "0.01", *options)
     assert result.code == 0, result.err
     assert "held-out prompts (greedy, " in result.out
     steps = [line for line in curve(Path("run")) if line["event"] == "step"]
     assert all(step["loss"] == pytest.approx(-step["reward"], abs=1e-6) for step in steps)
     assert all(0 < step["answer_tokens"] <= 5 for step in steps)
-    if not options:
+    assert len(steps) == 12
+    if options == ["--steps", "12"]:
         assert steps[-1]["reward"] > steps[0]["reward"]
     report = json.loads(gpt("report", "run", "--json").out)
     assert report["steps"]["reward"][-1] == pytest.approx(steps[-1]["reward"])

@@ -1,12 +1,12 @@
 """Command-line output, errors and exit statuses."""
 
+import contextlib
 import functools
 import http.server
 import io
 import json
 import os
 import re
-import select
 import subprocess
 import sys
 import threading
@@ -115,7 +115,7 @@ def test_train_json_keys(gpt: Gpt, book: Path) -> None:
         "run", "checkpoint", "steps", "tokens_seen", "val_loss", "val_tokens", "bits_per_byte", "tokens_per_second",
         "step_seconds", "seconds", "parameters", "device", "dtype", "sample", "prompt", "yardsticks", "trend", "verdict",
     ]  # fmt: skip
-    assert values["tokens_seen"] / values["tokens_per_second"] == pytest.approx(values["step_seconds"], abs=0.001)
+    assert values["tokens_seen"] / values["tokens_per_second"] == pytest.approx(values["step_seconds"], 0.01, 0.001)
     assert values["seconds"] == json.loads(Path(values["run"], "run.json").read_text())["result"]["seconds"]
     report = json.loads(gpt("report", values["run"], "--json").out)
     last = Path(values["run"], "metrics.jsonl").read_text().splitlines()[-1]
@@ -290,12 +290,19 @@ def test_progress_on_stderr_does_not_affect_stdout(run_folder: Path, book: Path)
     process = subprocess.Popen(
         [sys.executable, "-c", RUN_ALL, json.dumps(commands)], stdout=subprocess.PIPE, stderr=slave, cwd=book.parent
     )
-    terminal_output = b""
-    out = process.communicate(timeout=120)[0]
-    while select.select([master], [], [], 0.1)[0]:
-        terminal_output += os.read(master, 65536)
-    os.close(master)
     os.close(slave)
+    terminal_output = bytearray()
+
+    def read_terminal() -> None:  # A full terminal would block the process.
+        with contextlib.suppress(OSError):  # Linux reports the end of output as an error.
+            while part := os.read(master, 65536):
+                terminal_output.extend(part)
+
+    reader = threading.Thread(target=read_terminal)
+    reader.start()
+    out = process.communicate()[0]
+    reader.join()
+    os.close(master)
     *tokens, result = [json.loads(line) for line in out.decode().splitlines()]
     assert process.returncode == 0
     assert len(tokens) >= 1000 and "val_loss" in result
