@@ -1,6 +1,7 @@
 """The C decoder: equality with `gpt.model.decoder`, to the last bit in any company, and compilers that fail."""
 
 import ctypes
+import functools
 import os
 import platform
 import shutil
@@ -48,7 +49,12 @@ ODD_FAMILIES = ("qwen3", "odd", "wide")
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory, library_folder: Path) -> Callable[[str], ctypes.CDLL]:
+def compile_once(library_folder: Path) -> Callable[[], Path]:
+    return functools.cache(lambda: next(library_folder.glob("decoder-*.so"), None) or library.compile(library_folder))
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory, compile_once: Callable[[], Path]) -> Callable[[str], ctypes.CDLL]:
     """Returns the decoder compiled for some vector instructions."""
     libraries: dict[str, ctypes.CDLL] = {}
 
@@ -58,8 +64,8 @@ def build(tmp_path_factory: pytest.TempPathFactory, library_folder: Path) -> Cal
         if name == "haswell" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
             pytest.skip("this CPU has no AVX2")
         if name not in libraries:
-            path = None if BUILDS[name] else next(library_folder.glob("decoder-*.so"), None)
-            path = path or library.compile(tmp_path_factory.mktemp(name), [*library.NATIVE, *BUILDS[name]])
+            flags = [*library.NATIVE, *BUILDS[name]]
+            path = library.compile(tmp_path_factory.mktemp(name), flags) if BUILDS[name] else compile_once()
             libraries[name] = library.open_library(path)
         return libraries[name]
 
@@ -265,9 +271,9 @@ def test_compiler_that_fails_leaves_decoding_to_torch(
 
 
 @pytest.fixture
-def cached(library_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def cached(compile_once: Callable[[], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Replaces compiling by a copy."""
-    path = next(library_folder.glob("decoder-*.so"), None) or library.compile(library_folder)
+    path = compile_once()
     monkeypatch.setattr(library, "compile", lambda folder: Path(shutil.copy(path, folder / "decoder.so")))
 
 
@@ -319,9 +325,8 @@ def test_library_loads_from_a_folder_without_execution(
 
 
 @pytest.mark.slow
-def test_processes_compile_at_once_and_leave_one_library(tmp_path: Path, library_folder: Path) -> None:
-    path = next(library_folder.glob("decoder-*.so"), None) or library.compile(library_folder)
-    script = f'sleep 1; cp {path} "$(echo "$@" | sed \'s/.* -o //; s/ -lm//\')"'
+def test_processes_compile_at_once_and_leave_one_library(tmp_path: Path, compile_once: Callable[[], Path]) -> None:
+    script = f'sleep 1; cp {compile_once()} "$(echo "$@" | sed \'s/.* -o //; s/ -lm//\')"'
     code = "from gpt.decoding import native; assert native.find(lambda text: None) is not None"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "CC": write_compiler(tmp_path / "cc", script)}
     processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(2)]

@@ -30,7 +30,6 @@ from gpt.tokenizers.gguf_vocabulary import _END_WORDS
 from gpt.tokenizers.tokenizer import Tokenizer, bytes_tokenizer
 
 pytestmark = pytest.mark.slow
-TEXTS = llama_cpp.random_texts(100)
 TEXT = "\n".join(pydoc_data.topics.topics.values())[:40_000]
 
 Serve = Callable[..., LlamaCpp]
@@ -52,6 +51,11 @@ def served(tmp_path: Path) -> Iterator[Callable[[Tokenizer], LlamaCpp]]:
 
 
 @pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return llama_cpp.random_texts(100)
+
+
+@pytest.fixture(scope="module")
 def tokenizers() -> list[Tokenizer]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("TIKTOKEN_CACHE_DIR", str(GPT2_RANKS))
@@ -61,17 +65,21 @@ def tokenizers() -> list[Tokenizer]:
 
 
 @pytest.mark.parametrize("number", range(11))
-def test_llama_cpp_gives_the_same_token_ids(number: int, tokenizers: list[Tokenizer], served: Serve) -> None:
+def test_llama_cpp_gives_the_same_token_ids(
+    number: int, tokenizers: list[Tokenizer], texts: list[str], served: Serve
+) -> None:
     if number == 10 and not GPT2_RANKS.is_dir():
         pytest.skip("GPT-2's vocabulary is not here")
-    assert llama_cpp.find_different_texts(tokenizers[number], served(tokenizers[number]), TEXTS) == []
+    assert llama_cpp.find_different_texts(tokenizers[number], served(tokenizers[number]), texts) == []
 
 
 @pytest.mark.parametrize("form", ["gpt2", "llama3", "qwen", "smollm2", "gaps"])
-def test_llama_cpp_encodes_prompts_of_other_families_alike(form: str, served: Serve, tmp_path: Path) -> None:
+def test_llama_cpp_encodes_prompts_of_other_families_alike(
+    form: str, texts: list[str], served: Serve, tmp_path: Path
+) -> None:
     tokenizer = find_tokenizer(str(vocabularies.write(form, tmp_path / form)))
     server = served(tokenizer)
-    texts = [unicodedata.normalize("NFC", text) for text in TEXTS] if form == "qwen" else TEXTS
+    texts = [unicodedata.normalize("NFC", text) for text in texts] if form == "qwen" else texts
     words = ["<|im_start|>", "<|eot_id|>", "<think>", "<|begin_of_text|>", *tokenizer.all_specials]
     texts = [text + words[i % len(words)] + text[:5] for i, text in enumerate(texts)]
     assert llama_cpp.find_different_texts(tokenizer, server, texts) == []

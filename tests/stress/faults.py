@@ -85,6 +85,7 @@ def wait_for_save(run: Path, process: "subprocess.Popen[str]", rng: random.Rando
         writing = run.is_dir() and any(run.glob(".tmp-step-*"))
         saves += writing and not was_writing
         was_writing = writing
+        time.sleep(0.0005)
     time.sleep(rng.random() * 0.01)
 
 

@@ -376,9 +376,11 @@ def test_lock_of_a_dead_process_is_free(killed_run: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_interrupted_commands_resume(tmp_path: Path) -> None:
-    """One run is killed during a save, one is interrupted. Both resume to the state of an uninterrupted run."""
-    killed_outcomes, stopped_outcomes = faults.many(range(1, 2), tmp_path, faults.killed, faults.stopped)
+def test_killed_and_interrupted_commands_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One run is killed during its fourth save, one is interrupted at step 14. Both resume to the state of an
+    uninterrupted run."""
+    monkeypatch.setattr(faults, "TINY", [*faults.TINY, "--steps", "30"])
+    killed_outcomes, stopped_outcomes = faults.many(range(59, 60), tmp_path, faults.killed, faults.stopped)
     assert set(killed_outcomes) <= {"within a save", "training", "begun", "before run.json", "finished"}, (
         killed_outcomes
     )
