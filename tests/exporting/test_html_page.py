@@ -59,6 +59,7 @@ def open_page(browser: Any) -> Iterator[Open]:
     """Opens a file and waits for the model. Any request for something else, and any error in the console, fails the
     test."""
     context = browser.new_context(offline=True)
+    context.set_default_timeout(60_000)
     requests: list[str] = []
     problems: list[str] = []
 
@@ -68,7 +69,7 @@ def open_page(browser: Any) -> Iterator[Open]:
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
         page.goto(path.as_uri())
-        page.wait_for_selector("body[data-ready=yes]", timeout=60_000)
+        page.wait_for_selector("body[data-ready=yes]")
         return page
 
     yield open_file
