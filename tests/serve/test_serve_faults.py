@@ -272,7 +272,7 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
     "body",
     [
         b"", b"{", b"[]", b"null", b'{"prompt": "a\n"}', b'{"prompt": "\xff"}', b'{"prompt": NaN}', b"[" * 100_000,
-        b'{"a":' * 50_000, b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", b'{"prompt": "a", "temperature": 1e999}',
+        b'{"a":' * 50_000, b'{"prompt": "a", "seed": 1' + b"0" * 5000 + b"}", b'{"prompt": "a", "user": [1e999]}',
     ],
     ids=lambda body: repr(body[:16]),
 )  # fmt: skip
