@@ -32,8 +32,10 @@ from gpt.decoding import constraint
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
 from gpt.decoding.engine import Engine
+from gpt.runs import folder
 from gpt.serve import answers, app, choices, in_flight, protocol, server
 from gpt.serve.choices import Prompt
+from gpt.serve.metrics import ServerMetrics
 from gpt.system.errors import UserError
 from gpt.system.files import Stamps
 from gpt.tokenizers.tokenizer import bytes_tokenizer
@@ -152,6 +154,25 @@ def test_idle_model_frees_its_memory_until_the_next_request(model: LanguageModel
         with ThreadPoolExecutor(4) as pool:  # Some of them come while it is loaded, some while it is not.
             answers = [*pool.map(lambda at: time.sleep(at % 4 / 10) or api.ask(**body), range(24))]
         assert all(answer["choices"] == first for answer in answers)
+
+
+def test_no_other_model_is_loaded_in_the_place_of_an_idle_one(
+    model: LanguageModel, gpt: Gpt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, runs, loaded = replace(model, tokenizer=bytes_tokenizer()), [Path("runs/b"), Path("runs/a")], list[str]()
+    models = [other, model, model]
+    monkeypatch.setattr(folder, "newest_run", runs.pop)
+    monkeypatch.setattr(api, "load", lambda path, **options: loaded.append(path) or models.pop())
+
+    def serve(loads: Any, config: ServeConfig, *callbacks: Any) -> None:
+        service = server.make_service(loads[0], config, ServerMetrics(), lambda text: None, 1)
+        assert len(service.worker.load().slots) == 2
+        with pytest.raises(UserError, match="another model"):
+            service.worker.load()
+
+    monkeypatch.setattr(server, "serve", serve)
+    assert gpt("serve", "--max-batch", "2").code == 0
+    assert loaded == ["runs/a"] * 3
 
 
 def test_disconnected_requests_are_never_computed(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
