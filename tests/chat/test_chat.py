@@ -2,7 +2,6 @@
 
 import json
 import re
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -270,10 +269,8 @@ def test_endless_template_times_out(template: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(chat, "TIME_LIMIT", 0.5)
     tokenizer = with_chat_template(bytes_tokenizer(), template)
     for _ in range(2):  # The second call starts a new process.
-        start_time = time.monotonic()
         with pytest.raises(UserError, match="takes longer than 0.5 s"):
             chat.render(tokenizer, QUESTION)
-        assert time.monotonic() - start_time < 4
 
 
 def test_missing_or_untrainable_template_is_an_error() -> None:

@@ -82,12 +82,12 @@ def test_disconnect_cancels_and_frees_the_slot(single_slot: Served, body: dict[s
     wait_until_running(single_slot)
     if body.get("stream"):
         assert b"data: " in sock.recv(2**16) + sock.recv(2**16)
-    disconnected = time.monotonic()
     sock.close()
     assert single_slot.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
-    assert time.monotonic() - disconnected < 1.5
-    single_slot.idle(1)
+    single_slot.idle()
     wait_until(lambda: any(" status=499 " in line for line in single_slot.notes[-2:]))
+    (line,) = [line for line in single_slot.notes[-2:] if " status=499 " in line]
+    assert int(line.partition(" completion_tokens=")[2].split()[0]) < 4000
     assert b"gpt_requests_cancelled_total" in single_slot.client.get("/metrics").content
 
 
@@ -496,11 +496,9 @@ def test_error_outside_a_step_fails_health_and_all_requests(
                     wait_for_bytes(other, b"a fault of the worker")
                 else:
                     wait_until(lambda: api.service.worker.engine.running == 2)
-        start_time = time.monotonic()
         wait_until(lambda: api.client.get("/health").status_code == 500)
         wait_for_bytes(running, b"a fault of the worker")
         assert api.post("/v1/completions", prompt="a").status_code == 500
-        assert time.monotonic() - start_time < 5
         wait_until(lambda: "gpt_texts_running 0.0" in api.client.get("/metrics").text)
 
 
@@ -919,7 +917,7 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
             signal.signal(each, signal.SIG_IGN)
 
     monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
-    process = serve("--name", "book", "--grace", "1", preexec_fn=ignore)
+    process = serve("--name", "book", "--grace", "3", preexec_fn=ignore)
     assert process.line.startswith("serving book at http://127.0.0.1:")
     for each in ignored:
         process.process.send_signal(each)
@@ -931,7 +929,7 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
     lines = process.stream()
     next(lines)
     process.process.send_signal(signum)
-    time.sleep(0.3)
+    assert "1 request may run for 3 s more" in process.process.stderr.readline()
     with httpx.Client(base_url=process.client.base_url, headers=process.client.headers) as other:
         response = other.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == other.get("/health").status_code == 503
@@ -941,5 +939,4 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
     assert not any('"finish_reason": "' in line or "[DONE]" in line for line in later_lines)
     status, err = process.end()
     assert status == 128 + signum
-    assert "1 request may run for 1 s more" in err
     assert "Traceback" not in err and "sesame" not in err

@@ -1251,9 +1251,10 @@ def test_panel_shows_where_a_token_comes_from(open_page: Callable[..., Any], run
         assert page.locator("#origins li span").first.text_content() == place
         assert f"has {found['length']} token" in page.text_content("#origins")
         page.click("#before")
-        page.wait_for_timeout(300)
         found = post(tracing, "trace", ids=ids, at=len(ids) - 2, first=len(prompt))
-        assert page.locator("#origins mark").all_text_contents() == [each["text"] for each in found["passages"]]
+        expected = json.dumps([each["text"] for each in found["passages"]])
+        shown = "[...document.querySelectorAll('#origins mark')].map((node) => node.textContent)"
+        wait_until(page, f"JSON.stringify({shown}) === JSON.stringify({expected})")
         assert page.evaluate(NAMELESS) == 0
 
 
