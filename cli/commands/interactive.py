@@ -159,7 +159,8 @@ class Interaction:
             raise UserError("there is no text yet", "enter a prompt")
         if self.finish_reason in ("eot", "stop"):
             raise UserError("the text is complete", "/retry generates another one")
-        self._answer(self.messages[:-1], self.messages[-1]["content"])
+        start = self.messages[-1]["content"].removesuffix("\ufffd")  # A character that the limit cut off begins again.
+        self._answer(self.messages[:-1], start)
 
     def _answer(self, messages: list[dict[str, Any]], start: str | None = None) -> None:
         """Answers the last message or, if an answer's ``start`` is given, extends it. Does not show reasoning. After an
