@@ -159,27 +159,27 @@ class Interaction:
             raise UserError("there is no text yet", "enter a prompt")
         if self.finish_reason in ("eot", "stop"):
             raise UserError("the text is complete", "/retry generates another one")
-        self._answer(self.messages[:-1], self.messages[-1]["content"])
+        start = self.messages[-1]["content"].removesuffix("\ufffd")  # A character that the limit cut off begins again.
+        self._answer(self.messages[:-1], start)
 
     def _answer(self, messages: list[dict[str, Any]], start: str | None = None) -> None:
         """Answers the last message or, if an answer's ``start`` is given, extends it. Does not show reasoning. After an
         error, or if Ctrl-C comes before any text, the conversation is as before."""
         from gpt.chat.chat import read_call, reasoning
-        from gpt.chat.tool_calls import AnswerParser, Parts
+        from gpt.chat.tool_calls import AnswerParser, Parts, Rendered
 
         before, settings, size = (self.messages, self.finish_reason), self.settings, self.loaded.model.config.block_size
-        text, tokenizer, parser, parts = start or "", self.loaded.tokenizer, AnswerParser("", None), Parts()
+        text, parts, rendered = start or "", Parts(), Rendered("", "")
+        started = self.loaded.tokenizer.encode(text, continues=True).tolist()
         prompt: str | list[int] = messages[-1]["content"] + text
-        constraint = None
         if self.is_chat:
-            started = tokenizer.encode(text, continues=True).tolist()
             prompt, messages, rendered = self._chat_prompt(messages, started)
-            parser = AnswerParser(rendered.thinking, rendered.call_format)
-            parser.push(text, False, parts)
             settings = replace(settings, max_tokens=min(self._max_tokens, size - len(prompt)))
-            constraint = self._find_constraint(rendered, started)
         elif start is None:
             terminal.write(messages[-1]["content"])
+        constraint = self._find_constraint(rendered, started)
+        parser = AnswerParser(rendered.thinking, rendered.call_format)
+        parser.push(text, False, parts)
         writing = self.loaded.write(prompt, settings, self.seed, self.index, constraint)
         try:
             for piece in writing:
@@ -213,9 +213,7 @@ class Interaction:
             render.note(f"stopped at {counted(settings.max_tokens, 'token')}: /more continues")
 
     def _find_constraint(self, rendered: "Rendered", start: list[int]) -> "Constraint | None":
-        """Returns the constraint of an answer that can call tools, after its ``start``."""
-        if not rendered.grammar:
-            return None
+        """Returns the constraint of an answer after its ``start``, or None."""
         constraint = self.loaded.constraints.find(self.settings, rendered.grammar, rendered.thinking)
         for id in start:
             constraint = constraint and constraint.with_token(id)

@@ -37,8 +37,11 @@ def serve(
         render.note("other users of this machine can see --api-key; set GPT_SERVE_API_KEY instead")
     if settings.allow_host and settings.host not in LOOPBACK:
         render.note(f"--allow-host has no effect with --host {settings.host}, which accepts any host name")
-    paths: list[str | None] = [*model] if model else [None]
-    names = [settings.name or (given and _client_name(given)) for given in paths]
+    from gpt.runs.folder import newest_run
+
+    # A later run must not take the newest one's place when that is loaded again.
+    paths = [path or newest_run().as_posix() for path in model or [""]]
+    names = [settings.name or _client_name(path) for path in paths]
     if duplicate := next((name for name, count in Counter(names).items() if count > 1), None):
         raise UserError(f"two models are called {duplicate}", "leave out --name, or give paths that end differently")
     with progress.startup_spinner(quiet=False):
@@ -50,14 +53,11 @@ def serve(
         except ImportError as error:
             raise WorkError(f"serving needs the package {error.name}", install_extra("serve")) from None
 
-    def load(given: str | None, name: str | None) -> ServedModel:
-        loaded = api.load(given, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
-        path = Path(loaded.path)
-        home = path.parent if (path.parent / "run.json").exists() else path
-        name = name or _client_name(home.as_posix())
-        return ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, path)
+    def load(path: str, name: str) -> ServedModel:
+        loaded = api.load(path, device=device, dtype=dtype, threads=threads, note=render.note, for_decoding=True)
+        return ServedModel(name, loaded.model, loaded.tokenizer, loaded.compute, loaded.path)
 
-    loads = [partial(load, given, name) for given, name in zip(paths, names, strict=True)]
+    loads = [partial(load, path, name) for path, name in zip(paths, names, strict=True)]
     run(loads, settings, lambda where: render.note(f"serving {where}"), render.note)
 
 

@@ -94,11 +94,13 @@ class ChatPrompt:
 def read_json(body: bytes) -> dict[str, Any]:
     """Parses a request's body, which must be a JSON object. Raises `ApiError`."""
 
-    def reject_constant(word: str) -> float:
-        raise ValueError(f"{word} is not a JSON number")
+    def read_finite(word: str) -> float:
+        if not math.isfinite(number := float(word)):
+            raise ValueError(f"{word} is not a finite number")
+        return number
 
     try:
-        values = json.loads(body, parse_constant=reject_constant)
+        values = json.loads(body, parse_constant=read_finite, parse_float=read_finite)
     except (ValueError, RecursionError) as error:
         raise ApiError(400, f"the body is not JSON: {error!s:.200}") from None
     if not isinstance(values, dict):

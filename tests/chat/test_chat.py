@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import gpt as library
 from gpt.api import LanguageModel
-from gpt.chat import chat, examples, tool_calls
+from gpt.chat import chat, examples
 from gpt.chat.examples import Conversation, read_examples
 from gpt.config import events
 from gpt.config.sample import SampleConfig
@@ -474,24 +474,6 @@ def test_chat_options_set_the_system_message_and_thinking(
     assert variables == {"enable_thinking": False, "tools": None}
     assert second[0]["role"] == "user"
     assert "no chat template" in gpt("chat", "-m", run_folder, *options).err
-
-
-@pytest.mark.parametrize(
-    ("thinking", "answer", "shown"),
-    [
-        ("optional", "<think>so it is</think>yes", "(thinking …)\n\nyes\n"),
-        ("open", "so it is</think>\n\nyes", "(thinking …)\n\nyes\n"),
-        ("optional", "<b>yes", "<b>yes\n"),
-        ("", "<think>so", "<think>so\n"),
-    ],
-)
-def test_chat_does_not_show_reasoning(
-    gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch, thinking: str, answer: str, shown: str
-) -> None:
-    run = library.train(file, steps=1, **SETTINGS).run
-    monkeypatch.setattr(tool_calls, "find_thinking", lambda tokenizer, prompt: thinking)
-    pattern = re.escape(answer)
-    assert gpt("chat", "-m", run, "--regex", pattern, stdin=b"Spell 1.\n").out == shown
 
 
 def test_chat_reads_only_what_is_new(gpt: Gpt, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

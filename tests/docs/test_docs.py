@@ -1,5 +1,6 @@
 """The documentation: generated pages are current, quotes match the code, and the site builds and works offline."""
 
+import inspect
 import re
 import shutil
 import tomllib
@@ -12,6 +13,7 @@ import typer
 from conftest import ROOT
 
 from docs import build_site, reference
+from gpt import api
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 PICTURES = sorted((ROOT / "docs" / "pictures").iterdir())
@@ -36,6 +38,12 @@ def test_documented_environment_variables_are_read(monkeypatch: pytest.MonkeyPat
                 assert option.resolve_envvar_value(context) == "a value", option.opts
                 count += 1
     assert count > 200
+
+
+def test_documented_settings_of_load_exist() -> None:
+    found = re.search(r"Further settings: (.*?)\. Returns", (ROOT / "docs/python.md").read_text(encoding="utf-8"))
+    assert found is not None
+    assert {*re.findall(r"`(\w+)", found[1])} <= {*inspect.signature(api.load).parameters}
 
 
 @pytest.mark.parametrize("name", ["model", "attention", "next-token", "families"])

@@ -568,6 +568,38 @@ def test_chat_continues_a_call_that_was_cut_off(
 
 
 @pytest.mark.parametrize(
+    ("template", "options", "answer", "shown"),
+    [
+        (QWEN3, ("--choices", "yes"), "<think>so it is</think>yes", "(thinking …)\n\nyes\n"),
+        (R1, ("--choices", "yes"), "so it is</think>\n\nyes", "(thinking …)\n\nyes\n"),
+        (QWEN3, ("--regex", "<b>yes"), "<b>yes", "<b>yes\n"),
+        (QWEN, ("--regex", "<think>so"), "<think>so", "<think>so\n"),
+    ],
+)
+def test_chat_does_not_show_reasoning(
+    gpt: Gpt, model: LanguageModel, script: list[str], monkeypatch: pytest.MonkeyPatch,
+    template: str, options: tuple[str, ...], answer: str, shown: str,
+) -> None:  # fmt: skip
+    model = replace(model, tokenizer=with_template(model.tokenizer, template))
+    monkeypatch.setattr(api, "load", lambda *args, **settings: model)
+    script[0] = answer
+    assert gpt("chat", *options, stdin=b"Hi\n").out == shown
+
+
+@pytest.mark.parametrize("template", [QWEN, R1, None], ids=["chat", "reasoning", "plain"])
+def test_continued_text_meets_its_constraint(
+    gpt: Gpt, model: LanguageModel, script: list[str], monkeypatch: pytest.MonkeyPatch, template: str | None
+) -> None:
+    files = {CHAT_TEMPLATE: template.encode()} if template else {}
+    model = replace(model, tokenizer=replace(model.tokenizer, files=files))
+    monkeypatch.setattr(api, "load", lambda *args, **settings: model)
+    script[0] = "ü</think>0123é" if template == R1 else "0123é"
+    lines = b"x\n" + b"/more\n" * (3 if template == R1 else 1)
+    result = gpt("chat", "--regex", "[0-9]{4}é", "-n", "5", stdin=lines)
+    assert "0123�é" in result.out.replace("\n", "")  # The first limit is inside of é.
+
+
+@pytest.mark.parametrize(
     ("tools", "options", "message"),
     [
         ("[", (), "is not JSON"), ("[]", (), "tools.json has no functions"), ("{}", (), "must be a function named"),
