@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -220,6 +221,7 @@ def test_invalid_runs_and_outputs_are_errors(gpt: Gpt, two_runs: list[Path]) -> 
 
     assert_error("there is no run nowhere", "nowhere")
     assert_error("is not a run: it has no run.json", ".")
+    assert "did you mean" not in gpt("report", "one/tokens").err
     assert_error("the same run was given twice", "one", "one")
     assert_error("is not the name of a page", "one", "-o", "r.png")
     assert_error("there is no folder", "one", "-o", "none/r.html")
@@ -328,3 +330,10 @@ def test_runs_are_listed(gpt: Gpt, workdir: Path) -> None:
     verdicts = [(run["name"], run["verdict"]) for run in runs]
     assert verdicts == [("b", "run.json is damaged"), ("a", "unfinished"), ("c", "unfinished")]
     assert runs[1]["bytes"] == Path("runs/a/run.json").stat().st_size
+
+
+def test_runs_are_listed_while_one_deletes_files(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("runs/x").mkdir(parents=True)
+    RunRecord().write(Path("runs/x"))
+    monkeypatch.setattr(os, "walk", lambda run: [(str(run), [], ["gone", "run.json"])])
+    assert json.loads(gpt("runs", "--json").out)["bytes"] == Path("runs/x/run.json").stat().st_size
