@@ -66,8 +66,9 @@ def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes
 
 
 def is_token_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a token folder, finished or not."""
-    return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
+    """Whether ``path`` is a token folder, finished or not. Other folders can have a manifest.json too."""
+    kinds = (MANIFEST, PROGRESS), (RANKS, TOKENIZER_JSON)
+    return all(any(Path(path, name).is_file() for name in names) for names in kinds)
 
 
 def identity(source: Source) -> str:
@@ -96,9 +97,8 @@ def _unreadable(name: str, error: OSError) -> UserError:
 
 
 def _has_tokens(folder: str) -> bool:
-    """Whether a folder is a token folder. Other folders can have a manifest.json too."""
     with contextlib.suppress(PermissionError):  # Listing the folder raises the error again.
-        return any(Path(folder, name).is_file() for name in (RANKS, TOKENIZER_JSON)) and is_token_folder(folder)
+        return is_token_folder(folder)
     return False
 
 
@@ -316,8 +316,8 @@ def find_remote(address: str, on_bytes: OnBytes = ignore) -> list[Source]:
     if scheme in ("http", "https"):
         with translate_errors(lambda error: UserError(f"{address} is not an address: {reason(error)}", "check it")):
             name = PurePath(urlsplit(address).path).name
-        folder = cache_dir() / "web" / hashlib.sha256(address.encode()).hexdigest()[:16]
-        target = folder / (name if is_file_name(name) else "index.html")
+        folder = cache_dir() / "web" / hashlib.sha256(os.fsencode(address)).hexdigest()[:16]
+        target = folder / (name if all(map(is_file_name, (name, f".{name}.part"))) else "index.html")
         return [file_source(address, fetch(address, target, on_bytes=on_bytes))]
     if scheme != "hf":
         hint = "use https:// or hf://datasets/OWNER/NAME/…, or copy the text to this machine first"

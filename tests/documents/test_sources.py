@@ -100,6 +100,7 @@ def test_folders_that_gpt_wrote_are_skipped(workdir: Path) -> None:
     create_files(workdir, "runs/a/step-000001/config.json", "vocab/gpt.json", "vocab/tokenizer.json")
     note = "skipped folders of runs and models: 2: ./runs/a, ./vocab"
     assert find_with_notes(".") == (["a.txt", "site/manifest.json"], [note])
+    assert [*map(sources.is_token_folder, ("whole", "runs/a/tokens", "site"))] == [True, True, False]
 
 
 def test_glob_patterns_select_files(workdir: Path) -> None:
@@ -270,6 +271,8 @@ def test_web_files_are_downloaded_once(tmp_path: Path, web: str, monkeypatch: py
     (web_file,) = sources.find([f"{web}/t/a.txt"])
     assert (web_file.name, web_file.size) == (f"{web}/t/a.txt", 13)
     assert read_texts(sources.find([f"{web}/t/ü 1.txt"])) == ["text of ü 1.txt"]
+    create_files(tmp_path, f"t/{250 * 'a'}.txt")  # Its unfinished download has a longer name.
+    assert read_texts(sources.find([f"{web}/t/{250 * 'a'}.txt"])) == [f"text of {250 * 'a'}.txt"]
     (tmp_path / "t/a.txt").unlink()
     assert read_texts(sources.find([f"{web}/t/a.txt"]) * 2) == ["text of a.txt"] * 2
     assert len(read_texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 5000
@@ -283,6 +286,7 @@ def test_web_errors_name_the_address(web: str) -> None:
         (f"{web}/broken", ".*/broken was cut after 12 of 1,000 bytes"),
         (f"{web}/ä b", "cannot download .*/ä b: HTTP Error 404"),
         ("http://a..b/x", "cannot download http://a..b/x: encoding with 'idna' codec failed"),
+        (f"{web}/\udcff", "cannot download .*surrogates not allowed"),
         ("http://[a/x", "http://.a/x is not an address: Invalid IPv6 URL"),
     ):
         with pytest.raises(UserError, match=message) as error:
