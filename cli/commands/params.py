@@ -42,7 +42,9 @@ def params(
     list_all = list_presets or (not targets and not overrides)
     if cost_names and (list_all or out is not None):
         flag = f"--{cost_names[0]}".replace("_", "-")
-        raise UserError(f"{flag} estimates training, but {'-o' if out else 'a list of presets'} does not show it",
+        if not list_all:
+            raise UserError(f"{flag} estimates training, but a page does not show it", "leave out -o")
+        raise UserError(f"{flag} estimates training, but a list of presets does not show it",
                         "name a preset or a model: gpt params gpt2 --devices 8")  # fmt: skip
     if list_presets and (targets or overrides):
         conflict = targets[0] if targets else f"--{next(iter(overrides))}".replace("_", "-")

@@ -94,7 +94,7 @@ def attention_page(inspection: inspect.Inspection, tokenizer: "Tokenizer", model
     if 2 * lower.size > MAX_PAGE_BYTES:
         raise UserError(
             f"the page would contain {lower.size:,} weights for {T:,} tokens, {8 * lower.size // 3 / 2**20:,.0f} MB",
-            "use a shorter prompt, a single --layer, or -o FILE.json",
+            "use a shorter prompt, a single --layer, or --json",
         )
     best = np.argsort(-inspection.logits, kind="stable")[:MAX_NEXT_TOKENS]
     shown = np.unique(np.concatenate([inspection.lens.ids.ravel(), best])).tolist()

@@ -141,7 +141,7 @@ def _facts_table(tokenizer: "Tokenizer") -> Table:
         table.add_row("", f"and {len(tokenizer.all_specials) - 20:,} more")
     if tokenizer.words:
         table.add_row("added", ", ".join(list(tokenizer.words)[:20]))
-    table.add_row("backend", "tiktoken" if tokenizer.pattern else "the tokenizers library")
+    table.add_row("backend", tokenizer.backend.library)
     if tokenizer.pattern:
         table.add_row("pattern", tokenizer.pattern)
     table.add_row("fingerprint", tokenizer.fingerprint)

@@ -4,11 +4,12 @@ import contextlib
 import http.client
 import os
 import shutil
+import string
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 from filelock import FileLock
 
@@ -78,7 +79,8 @@ def _verify(part: Path, sha256: str | None, size: int | None) -> None:
 def _download(url: str, part: Path, on_bytes: OnBytes, size: int | None) -> None:
     if url.startswith(_HUB):
         url = os.environ.get("HF_ENDPOINT", _HUB).rstrip("/") + url.removeprefix(_HUB)
-    request = urllib.request.Request(url, headers={"User-Agent": "gpt", "Accept-Encoding": "identity"})
+    ascii_url = quote(url, safe=string.punctuation)  # Addresses in a browser have spaces and letters such as ü.
+    request = urllib.request.Request(ascii_url, headers={"User-Agent": "gpt", "Accept-Encoding": "identity"})
     with urllib.request.urlopen(request, timeout=TIMEOUT) as response, part.open("wb") as file:
         if urlsplit(response.url).scheme not in ("https", urlsplit(url).scheme):
             raise _BadDownload(f"redirects to {response.url}, which is not secure")
@@ -104,7 +106,7 @@ def _download_errors(url: str, target: Path) -> Iterator[None]:
         yield
     except _BadDownload as error:
         raise WorkError(f"{url} {error}", hint) from None
-    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError) as error:
+    except (urllib.error.URLError, http.client.HTTPException, TimeoutError, ConnectionError, ValueError) as error:
         cause = getattr(error, "reason", error)
         if isinstance(error, urllib.error.HTTPError):
             error.close()

@@ -117,7 +117,7 @@ class TextEncoding:
         from charset_normalizer import from_bytes  # Only errors need it.
 
         advice, line = "set its --encoding, such as cp1252", data.partition(b"\n")[0][:MAX_GUESSED]
-        if (best := from_bytes(line, cp_isolation=_PLAUSIBLE).best()) is not None:
+        if line and (best := from_bytes(line, cp_isolation=_PLAUSIBLE).best()) is not None:
             advice = f"--encoding {best.encoding} reads it as “{' '.join(str(best).split())[:40]}”"
         return f"{advice}; or use --errors replace or --skip-bad"
 
@@ -131,7 +131,7 @@ class TextEncoding:
 
 
 MAX_GUESSED = 2**16  # Bytes of a line whose encoding is guessed.
-_PLAUSIBLE = ["cp1252", "cp1251", "euc_kr", "shift_jis", "gb18030"]
+_PLAUSIBLE = ["utf_8", "cp1252", "cp1251", "euc_kr", "shift_jis", "gb18030"]
 
 
 def find_wide(data: bytes) -> str | None:
@@ -215,6 +215,8 @@ class Records(Generic[Raw]):
                     yield self.form.parse(record, partial(self._place, number))
             except BadRecord as record_error:
                 self.on_bad(self._error(number, record_error.message, record_error.hint + self.json_hint))
+            except RecursionError:
+                self.on_bad(self._error(number, "JSON that is nested too deep", "--skip-bad skips such records"))
 
     def _mend(self, text: str) -> str:
         """Replaces bytes and unpaired surrogates that are no characters. In strict mode, raises `BadRecord`."""
@@ -302,7 +304,8 @@ class JSONFile(JSONLines):
             value = json.loads(text)
         except (ValueError, RecursionError) as error:
             if text.lstrip().startswith("["):
-                problem = f"not JSON: {getattr(error, 'msg', 'it is nested too deep')}"
+                too_deep = isinstance(error, RecursionError)
+                problem = f"not JSON: {'it is nested too deep' if too_deep else getattr(error, 'msg', reason(error))}"
                 raise self._error(getattr(error, "lineno", 1), problem, "fix it, or use --skip-bad") from None
             yield from enumerate(text.split("\n"), 1)
         else:
@@ -331,8 +334,6 @@ def _parse_object(line: str) -> dict[str, Any]:
         record, end = _decode_json(line)
         if end < len(line):
             raise ValueError("there is more after the object")
-    except RecursionError:
-        raise BadRecord("JSON that is nested too deep", "--skip-bad skips such lines") from None
     except ValueError as error:
         raise BadRecord(
             f"not JSON: {reason(error)}", "give one object per line; --skip-bad skips other lines"
@@ -393,9 +394,10 @@ class Table(Records[list[str]]):
         line, self._header = next(rows, (0, [*self.form.keys]))
         keys = self.form.columns(self._header)
         for key in keys:
-            if key not in self._header:
-                hint = option_hint(self._header, self.form.hint)
-                raise self._error(line, _missing_message(key, self._header, "columns"), hint)
+            if (count := self._header.count(key)) != 1:
+                problem = f'it has {count} columns called "{key}"'
+                problem = problem if count else _missing_message(key, self._header, "columns")
+                raise self._error(line, problem, option_hint(self._header, self.form.hint))
         self._columns = {key: self._header.index(key) for key in keys}
         self._unread = self._unread_keys(self._header)
         yield from rows

@@ -66,8 +66,9 @@ def find(texts: Sequence[str], skipped: Skipped | None = None, on_bytes: OnBytes
 
 
 def is_token_folder(path: str | Path) -> bool:
-    """Whether ``path`` is a token folder, finished or not."""
-    return (Path(path) / MANIFEST).is_file() or (Path(path) / PROGRESS).is_file()
+    """Whether ``path`` is a token folder, finished or not. Other folders can have a manifest.json too."""
+    kinds = (MANIFEST, PROGRESS), (RANKS, TOKENIZER_JSON)
+    return all(any(Path(path, name).is_file() for name in names) for names in kinds)
 
 
 def identity(source: Source) -> str:
@@ -96,9 +97,8 @@ def _unreadable(name: str, error: OSError) -> UserError:
 
 
 def _has_tokens(folder: str) -> bool:
-    """Whether a folder is a token folder. Other folders can have a manifest.json too."""
     with contextlib.suppress(PermissionError):  # Listing the folder raises the error again.
-        return any(Path(folder, name).is_file() for name in (RANKS, TOKENIZER_JSON)) and is_token_folder(folder)
+        return is_token_folder(folder)
     return False
 
 
@@ -123,6 +123,7 @@ _is_lock_file = re.compile(
     r"|npm-shrinkwrap\.json|package-lock\.json|packages\.lock\.json|pnpm-lock\.yaml"
 ).fullmatch
 _GENERATED_FOLDERS = {"node_modules", "__pycache__"}
+_OWN_FILES = {"run.json", "gpt.json"}  # A folder with one of them is a run, a model or a tokenizer of gpt's.
 
 
 def _is_text(path: str) -> bool:
@@ -196,8 +197,8 @@ class _Finder:
         return self._file_sources(sorted(paths))
 
     def _walk(self, folder: str) -> Iterator[str]:
-        """Yields the regular files below a folder, sorted, without hidden files and token folders. Follows links, but
-        reads each folder once."""
+        """Yields the regular files below a folder, sorted, without hidden files, and folders that gpt wrote. Follows
+        links, but reads each folder once."""
 
         def cannot_list(error: OSError) -> None:
             self.skipped.add(_unreadable(f"the folder {error.filename}", error))
@@ -205,6 +206,10 @@ class _Finder:
         seen = {os.path.realpath(folder)}
         for parent, folders, names in os.walk(folder, onerror=cannot_list, followlinks=True):
             if _has_tokens(parent):
+                folders.clear()
+                continue
+            if _OWN_FILES.intersection(names):
+                self._record_skipped("folders of runs and models", parent)
                 folders.clear()
                 continue
             for name in _GENERATED_FOLDERS.intersection(folders):
@@ -309,9 +314,10 @@ def find_remote(address: str, on_bytes: OnBytes = ignore) -> list[Source]:
     without a network."""
     scheme, _, path = address.partition("://")
     if scheme in ("http", "https"):
-        name = PurePath(urlsplit(address).path).name
-        folder = cache_dir() / "web" / hashlib.sha256(address.encode()).hexdigest()[:16]
-        target = folder / (name if is_file_name(name) else "index.html")
+        with translate_errors(lambda error: UserError(f"{address} is not an address: {reason(error)}", "check it")):
+            name = PurePath(urlsplit(address).path).name
+        folder = cache_dir() / "web" / hashlib.sha256(os.fsencode(address)).hexdigest()[:16]
+        target = folder / (name if all(map(is_file_name, (name, f".{name}.part"))) else "index.html")
         return [file_source(address, fetch(address, target, on_bytes=on_bytes))]
     if scheme != "hf":
         hint = "use https:// or hf://datasets/OWNER/NAME/…, or copy the text to this machine first"

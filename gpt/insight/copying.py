@@ -16,6 +16,7 @@ Hashes = npt.NDArray[np.uint64]
 N = 8  # minimum span in tokens; shorter spans are common phrases
 IDS_PER_PASS = 2**18  # ids of the training text per pass
 MAX_IDS = 10**8  # maximum ids of the training text, so that a search takes only seconds
+MAX_PAIRS = 2**20  # pairs of a start in the training text and one in a text, compared at a time
 _BASE = np.uint64(0x9E3779B97F4A7C15)  # Multiplying by an odd number modulo 2⁶⁴ is invertible.
 _END, _OUTSIDE = -1, -2  # separators after each text and after each training piece; no id equals them
 
@@ -42,17 +43,20 @@ def find_copies(
     ids = np.concatenate([*parts, np.full(N, _END)])
     text_hashes = _hashes(ids)  # A span across a separator matches nothing.
     order = np.argsort(text_hashes, kind="stable")
-    longest, is_copied = np.zeros(len(ids), np.int64), np.zeros(len(ids), np.bool_)
+    longest = np.zeros(len(ids), np.int64)
     overlap = max((len(part) for part in parts), default=1) + N  # ids after a piece, for spans that start in it
     total = min(len(training), MAX_IDS)
     for start in range(0, total, IDS_PER_PASS):
         piece = training.take(start, min(IDS_PER_PASS + overlap, total - start))
         piece = np.append(piece, np.full(overlap, _OUTSIDE))
-        _mark_copies(piece, ids, text_hashes[order], order, longest, is_copied)
+        _mark_copies(piece, ids, text_hashes[order], order, longest)
         on_progress(min(start + IDS_PER_PASS, total), total)
     training.release()
+    places = np.arange(len(ids))
+    longest = np.maximum.accumulate(longest + places) - places  # A span contains those that start inside it.
+    longest[longest < N] = 0
     ends = np.cumsum([0, *map(len, parts)])
-    return [_summarize(longest[a : b - 1], is_copied[a : b - 1]) for a, b in pairwise(ends)]
+    return [_summarize(longest[a : b - 1]) for a, b in pairwise(ends)]
 
 
 def _hashes(ids: Int64s) -> Hashes:
@@ -63,36 +67,36 @@ def _hashes(ids: Int64s) -> Hashes:
     return hashes
 
 
-def _mark_copies(
-    piece: Int64s, ids: Int64s, text_hashes: Hashes, order: Int64s, longest: Int64s, is_copied: npt.NDArray[np.bool_]
-) -> None:
-    """Finds spans of ``piece`` in ``ids``. For each start in ``ids``, sets ``is_copied`` to True and ``longest`` to
-    the length of the longest span."""
+def _mark_copies(piece: Int64s, ids: Int64s, text_hashes: Hashes, order: Int64s, longest: Int64s) -> None:
+    """Finds spans of ``piece`` in ``ids``. For each start in ``ids``, sets ``longest`` to the length of the longest
+    span that cannot begin earlier: in a repetitive text, there are too many others."""
     hashes = _hashes(piece)
     first, last = np.searchsorted(text_hashes, hashes, "left"), np.searchsorted(text_hashes, hashes, "right")
     matches = np.flatnonzero(last > first)
-    counts = (last - first)[matches]
-    starts = np.repeat(matches, counts)
-    offsets = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
-    positions = order[np.repeat(first[matches], counts) + offsets]
-    lengths = np.zeros(len(starts), np.int64)
-    active = np.arange(len(starts))
-    while len(active):  # Hashes can collide, so compare ids.
-        active = active[piece[starts[active] + lengths[active]] == ids[positions[active] + lengths[active]]]
-        lengths[active] += 1
-    is_long = lengths >= N
-    np.maximum.at(longest, positions[is_long], lengths[is_long])
-    is_copied[positions[is_long]] = True
+    pairs = np.cumsum((last - first)[matches])
+    for part in np.split(matches, np.flatnonzero(np.diff(pairs // MAX_PAIRS)) + 1):
+        counts = (last - first)[part]
+        starts = np.repeat(part, counts)
+        offsets = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
+        positions = order[np.repeat(first[part], counts) + offsets]
+        is_first = (starts == 0) | (positions == 0) | (piece[starts - 1] != ids[positions - 1])
+        starts, positions = starts[is_first], positions[is_first]
+        lengths = np.zeros(len(starts), np.int64)
+        active = np.arange(len(starts))
+        while len(active):  # Hashes can collide, so compare ids.
+            active = active[piece[starts[active] + lengths[active]] == ids[positions[active] + lengths[active]]]
+            lengths[active] += 1
+        np.maximum.at(longest, positions, lengths)
 
 
-def _summarize(longest: Int64s, is_copied: npt.NDArray[np.bool_]) -> Copied:
+def _summarize(longest: Int64s) -> Copied:
     spans = len(longest) - N + 1
     if spans < 1:
         return Copied(0, 0, 0, None)
     start = int(longest.argmax())
     starts = np.flatnonzero((longest >= N) & (longest >= np.append(0, longest[:-1])))
     maximal = tuple(zip(starts.tolist(), longest[starts].tolist(), strict=True))
-    return Copied(int(longest[start]), start, spans, float(is_copied[:spans].mean()), maximal)
+    return Copied(int(longest[start]), start, spans, float((longest[:spans] >= N).mean()), maximal)
 
 
 def compute_share(ids: Int64s, training: npt.NDArray[np.signedinteger[Any]]) -> float | None:

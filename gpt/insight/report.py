@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -280,7 +281,11 @@ class RunSummary:
 
 def summarize(run: Path) -> RunSummary:
     """Reads a run's summary. If it has not finished, or its record is damaged, the verdict says so."""
-    size = sum(path.stat().st_size for path in run.rglob("*") if path.is_file() and not path.is_symlink())
+    size = 0
+    for parent, _, names in os.walk(run):
+        for name in names:
+            with contextlib.suppress(OSError):  # A run that is training deletes files.
+                size += Path(parent, name).lstat().st_size
     try:
         record = RunRecord.read(run)
     except UserError:

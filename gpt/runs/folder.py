@@ -287,8 +287,9 @@ def runs_in(runs: Path) -> list[Path]:
 def check_run(path: Path) -> None:
     """Raises `UserError` unless a path is a run folder."""
     if not is_run(path):
-        missing = f"{path} is not a run: it has no {RECORD}" if path.exists() else f"there is no run {path}"
-        raise UserError(missing, suggest_name(path, known_runs()))
+        if path.exists():
+            raise UserError(f"{path} is not a run: it has no {RECORD}", known_runs())
+        raise UserError(f"there is no run {path}", suggest_name(path, known_runs()))
 
 
 def newest_run(runs: Path = Path(RUNS)) -> Path:

@@ -38,6 +38,7 @@ class ByteBPE:
 
     pattern: str
     ranks: dict[bytes, int] = field(repr=False)  # Token bytes → id, which is also the merge rank.
+    library = "tiktoken"
     adds_space = False
     added_pieces: ClassVar[dict[int, bytes]] = {}
 
@@ -115,6 +116,7 @@ class LibraryTokenizer:
 
     data: bytes = field(repr=False)
     values: Mapping[str, Any] = field(repr=False, compare=False)  # The parsed file.
+    library = "the tokenizers library"
 
     @cached_property
     def pattern(self) -> str:

@@ -135,6 +135,7 @@ def test_oversized_page_is_an_error(gpt: Gpt, run_folder: Path, workdir: Path, m
     monkeypatch.setattr(json_inspect, "MAX_PAGE_BYTES", 100)
     result = gpt("inspect", "attention", PROMPT, "-m", run_folder, "-o", "a.html")
     one_line_of_what_and_what_next(result, "the page would contain")
+    assert result.err.endswith("a single --layer, or --json\n")
     assert not Path("a.html").exists()
 
 

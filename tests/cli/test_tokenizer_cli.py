@@ -115,6 +115,11 @@ def test_show_prints_size_pattern_and_longest_tokens(gpt: Gpt, book: Path) -> No
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == 3
     assert json.loads(gpt("tokenizer", "show", "bytes", "--longest", "0", "--json").out)["longest"] == []
+    assert "backend      tiktoken" in gpt("tokenizer", "show", "vocab").out
+    Path("normalizing").mkdir()
+    values = json.loads(Path("vocab/tokenizer.json").read_text(encoding="utf-8")) | {"normalizer": {"type": "NFC"}}
+    Path("normalizing/tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
+    assert "backend      the tokenizers library" in gpt("tokenizer", "show", "normalizing").out
 
 
 def test_encode_and_decode_read_arguments_files_and_stdin(gpt: Gpt, workdir: Path) -> None:

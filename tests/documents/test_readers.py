@@ -243,11 +243,13 @@ BAD: dict[str, tuple[str, bytes, str]] = {
     "jsonl latin-1": ("x.jsonl", b'{"text": ""}\n{"text": "\xe9"}', "x.jsonl, line 2: not UTF-8: byte 0xe9"),
     "long row after a quoted line break": ("x.csv.gz", gzip.compress(b'n,text\r\n1,"a\r\nb"\r\n\r\n2,c,d\r\n'), "x.csv.gz, line 5: 3 fields"),
     "long tsv row": ("x.tsv", b"n\ttext\n1\ta\n2\ta\tb\n", "x.tsv, line 3: 3 fields, but the header has 2"),
+    "two columns": ("x.csv", b"text,text\na,b\n", 'x.csv, line 1: it has 2 columns called "text"'),
     "semicolons": ("x.csv", b"n;text\n1;a\n", 'x.csv, line 1: it has no "text"; its columns: n;text'),
     "json of two lists": ("x.json", b'{"a": [{"text": "a"}], "b": [{"text": "b"}]}', 'x.json, record 1: it has no "text"; its keys: a, b'),
     "json line cut": ("x.json", b'{"text": "a"}\n{"text": "b\n{"text": "c"}', "x.json, line 2: not JSON: Unterminated string"),
     "json array cut": ("x.json", b'[{"text": "a"},\n{"text": "b"', "x.json, line 2: not JSON: Expecting ',' delimiter"),
     "json and more": ("x.json", b'[{"text": "a"}]\n[', "x.json, line 2: not JSON: Extra data"),
+    "long number in json": ("x.json", b'[{"text": "a", "n": ' + b"1" * 5000 + b"}]", "x.json, line 1: not JSON: Exceeds the limit"),
     "json too deep": ("x.json", b"[" * 200_000, "x.json, line 1: not JSON: it is nested too deep"),
     "no object in json": ("x.json", b'["a"]', "x.json, record 1: not a JSON object"),
     "csv latin-1": ("x.csv", b"n,text\n\xe9,a\n1,\xe9\n", "x.csv, line 3: not UTF-8: byte 0xe9"),
@@ -389,6 +391,12 @@ def test_hint_names_a_plausible_encoding_and_shows_the_line(encoding: str) -> No
     with pytest.raises(UserError) as error:
         read("x.txt", b"\xe9 \x80 \xf1 \x98")
     assert "set its --encoding" in error.value.hint
+    with pytest.raises(UserError) as error:
+        read("x.txt", "Á été".encode(), encoding="cp1252")
+    assert "--encoding utf_8 reads it as “Á été”" in error.value.hint
+    with pytest.raises(UserError) as error:
+        read("x.txt", b"text", encoding="utf-16")
+    assert error.value.hint.startswith("set its --encoding")
 
 
 def test_hint_names_the_option_that_reads_the_records() -> None:
@@ -409,6 +417,13 @@ def test_surrogates_and_bad_bytes_are_replaced_and_counted() -> None:
     assert reader.replaced == 4
     with pytest.raises(UserError, match="zero byte"):  # Zero bytes are never replaced.
         read("x", b"a\xff\0", errors="replace")
+
+
+def test_nesting_near_the_limit_of_recursion_is_read_or_one_error_line() -> None:
+    for depth in range(600, 1000):  # Some of it can be parsed but not written again.
+        with contextlib.suppress(UserError):
+            lists = "[" * depth + "]" * depth
+            read("x.jsonl", f'{{"text": "\\ud800", "n": {lists}}}'.encode(), errors="replace")
 
 
 def test_overlong_record_is_one_error_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,13 +92,15 @@ def test_skipped_links_are_reported(workdir: Path) -> None:
     assert len(find_with_notes("t/up")[0]) == 3  # A link given by name is followed.
 
 
-def test_token_folders_are_skipped(workdir: Path) -> None:
+def test_folders_that_gpt_wrote_are_skipped(workdir: Path) -> None:
     create_files(
         workdir, "a.txt", "whole/manifest.json", "whole/tokenizer.tiktoken", "whole/x.ids", "site/manifest.json"
     )
     create_files(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")
-    names = ["a.txt", "runs/a/run.json", "site/manifest.json"]
-    assert [source.name for source in sources.find(["."])] == names
+    create_files(workdir, "runs/a/step-000001/config.json", "vocab/gpt.json", "vocab/tokenizer.json")
+    note = "skipped folders of runs and models: 2: ./runs/a, ./vocab"
+    assert find_with_notes(".") == (["a.txt", "site/manifest.json"], [note])
+    assert [*map(sources.is_token_folder, ("whole", "runs/a/tokens", "site"))] == [True, True, False]
 
 
 def test_glob_patterns_select_files(workdir: Path) -> None:
@@ -264,10 +266,13 @@ def web(tmp_path: Path) -> Iterator[str]:
 
 def test_web_files_are_downloaded_once(tmp_path: Path, web: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GPT_CACHE_DIR", str(tmp_path / "cache"))
-    create_files(tmp_path, "t/a.txt")
+    create_files(tmp_path, "t/a.txt", "t/ü 1.txt")
     (tmp_path / "d.jsonl").write_text('{"text": "one"}\n' * 5000)
     (web_file,) = sources.find([f"{web}/t/a.txt"])
     assert (web_file.name, web_file.size) == (f"{web}/t/a.txt", 13)
+    assert read_texts(sources.find([f"{web}/t/ü 1.txt"])) == ["text of ü 1.txt"]
+    create_files(tmp_path, f"t/{250 * 'a'}.txt")  # Its unfinished download has a longer name.
+    assert read_texts(sources.find([f"{web}/t/{250 * 'a'}.txt"])) == [f"text of {250 * 'a'}.txt"]
     (tmp_path / "t/a.txt").unlink()
     assert read_texts(sources.find([f"{web}/t/a.txt"]) * 2) == ["text of a.txt"] * 2
     assert len(read_texts(sources.find([f"{web}/d.jsonl?x=y"]))) == 5000
@@ -279,7 +284,11 @@ def test_web_errors_name_the_address(web: str) -> None:
         (f"{web}/secret", "cannot download .*/secret: HTTP Error 403: Forbidden"),
         ("http://127.0.0.1:9/x", "cannot download http://127.0.0.1:9/x: "),
         (f"{web}/broken", ".*/broken was cut after 12 of 1,000 bytes"),
+        (f"{web}/ä b", "cannot download .*/ä b: HTTP Error 404"),
+        ("http://a..b/x", "cannot download http://a..b/x: encoding with 'idna' codec failed"),
+        (f"{web}/\udcff", "cannot download .*surrogates not allowed"),
+        ("http://[a/x", "http://.a/x is not an address: Invalid IPv6 URL"),
     ):
-        with pytest.raises(WorkError, match=message) as error:
+        with pytest.raises(UserError, match=message) as error:
             sources.find([address])
         assert "\n" not in error.value.message

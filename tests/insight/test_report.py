@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import shutil
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +124,7 @@ def test_find_copies_agrees_with_a_naive_search(data: st.DataObject) -> None:
         texts[0] += training[at : at + 12]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copying, "IDS_PER_PASS", data.draw(st.integers(1, 30)))
+        patch.setattr(copying, "MAX_PAIRS", data.draw(st.integers(1, 30)))
         copies = copying.find_copies(texts, Stream(training))  # type: ignore[arg-type]
     for text, copy in zip(texts, copies, strict=True):
         assert (copy.longest, copy.share) == search_copies(text, training)
@@ -143,6 +146,16 @@ def test_huge_training_texts_are_searched_only_partly(monkeypatch: pytest.Monkey
     copies = copying.find_copies([list(range(30, 45)), list(range(60, 75))], training, lambda *done: calls.append(done))  # type: ignore
     assert [copy.longest for copy in copies] == [15, 0]
     assert calls == [(50, 50)]
+
+
+def test_a_repetitive_text_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "MAX_PAIRS", 2**12)
+    tracemalloc.start()
+    copies = copying.find_copies(6 * [[1, 2, 3] * 33], Stream([1, 2, 3] * 1000))  # type: ignore[arg-type]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert {copy.longest for copy in copies} == {99}
+    assert peak < 3e6  # All pairs at once take 30 MB.
 
 
 # The command
@@ -220,6 +233,7 @@ def test_invalid_runs_and_outputs_are_errors(gpt: Gpt, two_runs: list[Path]) -> 
 
     assert_error("there is no run nowhere", "nowhere")
     assert_error("is not a run: it has no run.json", ".")
+    assert "did you mean" not in gpt("report", "one/tokens").err
     assert_error("the same run was given twice", "one", "one")
     assert_error("is not the name of a page", "one", "-o", "r.png")
     assert_error("there is no folder", "one", "-o", "none/r.html")
@@ -328,3 +342,10 @@ def test_runs_are_listed(gpt: Gpt, workdir: Path) -> None:
     verdicts = [(run["name"], run["verdict"]) for run in runs]
     assert verdicts == [("b", "run.json is damaged"), ("a", "unfinished"), ("c", "unfinished")]
     assert runs[1]["bytes"] == Path("runs/a/run.json").stat().st_size
+
+
+def test_runs_are_listed_while_one_deletes_files(gpt: Gpt, workdir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("runs/x").mkdir(parents=True)
+    RunRecord().write(Path("runs/x"))
+    monkeypatch.setattr(os, "walk", lambda run: [(str(run), [], ["gone", "run.json"])])
+    assert json.loads(gpt("runs", "--json").out)["bytes"] == Path("runs/x/run.json").stat().st_size

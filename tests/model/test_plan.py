@@ -226,6 +226,7 @@ def test_invalid_options_are_refused(gpt: Gpt, args: list[str], message: str) ->
 
 def test_hints_contain_valid_options(gpt: Gpt) -> None:
     assert 'did you mean "h100-80gb"?' in gpt("params", "gpt2", "--kind", "h100-80").err
+    assert gpt("params", "gpt2", "--mfu", "0.5", "-o", "x.html").err.endswith("hint: leave out -o\n")
     hint = gpt("params", "gpt2", "--devices", "3").err.splitlines()[-1]
     for options in hint.removeprefix("hint: use ").split(", or "):
         assert gpt("params", "gpt2", "--devices", "3", *options.split()).code == 0, hint
