@@ -473,9 +473,8 @@ def train(*texts: str | Path, listen: "RunListener" = lambda event: None, **sett
 
 
 def resume(run: str | Path | None = None, listen: "RunListener" = lambda event: None, **settings: Any) -> "Result":
-    """Resumes ``run`` exactly where it stopped. The default is the newest unfinished run in ``runs/``. ``settings`` can
-    change ``steps`` (only upward), ``device``, ``micro_batch`` and ``keep``, and in a distributed run ``shard``
-    and ``recompute``. Raises the same errors as `train`."""
+    """Resumes ``run`` exactly where it stopped. The default is the newest unfinished run in ``runs/``. ``settings`` are
+    some of `gpt.training.resuming.CHANGEABLE_OPTIONS`. Raises the same errors as `train`."""
     from gpt.training import run as runs
 
     return runs.resume(None if run is None else str(run), settings, (), listen)

@@ -106,7 +106,7 @@ MEETINGS: dict[str, dict[str, Any]] = {
     "chat, LoRA": {"init": "qwen2", **LORA, "chat": True},
     "chat, added tokens, untied": {"init": "mistral plain", "chat": True},
     "preferences, LoRA": {"init": "llama", **LORA, "preferences": True},
-    "preferences": {"init": "gpt2", "preferences": True},
+    "preferences, nothing held out": {"init": "gpt2", "preferences": True, "val_fraction": 0.0},
     "windows": {"init": "mistral windowed", "block_size": 16},
     "RoPE scaling, pairs, LoRA": {"init": "llama scaled", **LORA, "pairs": True},
 }

@@ -69,11 +69,11 @@ def _watch(runs: list[str] | None, others: dict[str, object]) -> None:
         raise UserError(f"{given} cannot be combined with --watch", "leave one of them out")
     if runs and len(runs) > 1:
         raise UserError(f"--watch shows one run, and {len(runs)} are given", "use a command for each of them")
-    from gpt.runs.folder import check_run, newest_run
+    from gpt.runs.folder import RECORD, check_run, newest_run
 
     from ..show import live
 
-    run = Path(runs[0]) if runs else newest_run()
+    run = Path(runs[0]) if runs else newest_run(file=RECORD)
     check_run(run)
     with StopSignal() as stop, live.serving(run, render.note):
         while stop.signum is None:
@@ -84,8 +84,8 @@ def _watch(runs: list[str] | None, others: dict[str, object]) -> None:
 def _read_reports(runs: list[str] | None, quiet: bool) -> "list[Report]":
     with progress.startup_spinner(quiet):
         from gpt.insight import report as reports
-        from gpt.runs.folder import newest_run
-    paths = [Path(word) for word in runs] if runs else [newest_run()]
+        from gpt.runs.folder import METRICS, newest_run
+    paths = [Path(word) for word in runs] if runs else [newest_run(file=METRICS)]
     if len(set(paths)) < len(paths):
         raise UserError("the same run was given twice", "give each run once")
     run_reports = []

@@ -2,7 +2,7 @@
 const MOST_POINTS = 300, MOST_STEPS = 4000; // Points of a drawn curve, and steps kept.
 const ENDS = { steps: "The training is over.", patience: "The training is over: it had stopped improving.", signal: "The training was interrupted.",
   diverged: "The training has failed: the loss exploded.", reward: "The program that gives the rewards has failed." };
-let run = { name: "", texts: [], levels: {}, earlier: [] }, stepEvents = [], evals = [], end = null, connection = "connecting", teacher = false, timer = 0;
+let run = { name: "", texts: [], levels: {}, earlier: [] }, stepEvents = [], evals = [], end = null, connection = "connecting", ready = 0, timer = 0;
 let start = null; // Seconds at the first event, when training began.
 const memory = {}; // The selected time of the chart.
 
@@ -54,12 +54,12 @@ function apply(event) {
   start ??= event.seconds ?? null;
   switch (event.event) {
     case "run": run = event; break;
-    case "restart": clear(); teacher = false; start = null; break;
+    case "restart": clear(); ready = 0; start = null; break;
     case "step": cut(event.step - 1); stepEvents.push(event); break;
     case "eval": cut(event.step); evals = evals.filter((other) => other.step < event.step); evals.push(event); break;
     case "frame": film.cut(event.step); film.add(event); break;
     case "rollback": case "resume": cut(event.step); break;
-    case "teacher": clear(); teacher = true; break;
+    case "teacher": clear(); ready++; break;
     case "end": end = event; break;
     case "closed": source.close(); connection = "closed"; break;
   }
@@ -73,7 +73,7 @@ source.onmessage = ({ data: lines }) => {
     try { event = JSON.parse(line); } catch { continue; } // A damaged line.
     apply(event);
   }
-  if (stepEvents.length > MOST_STEPS) stepEvents = stepEvents.filter((_, at) => at % 2 === stepEvents.length % 2);
+  if (stepEvents.length > MOST_STEPS) stepEvents = stepEvents.filter((_, at) => at % 2 !== stepEvents.length % 2);
   plan();
 };
 // Redraws soon. Several events cause one redraw.
@@ -118,9 +118,10 @@ function draw() {
   about.textContent = run.texts.join(", ");
   document.title = `${isOver ? "" : last && run.steps ? `step ${withCommas(last.step)} · ` : ""}${run.name}`;
   const lost = { lost: "The connection to the training is lost. The page keeps what it has and tries again.", closed: "The command has ended; the page keeps what it has." }[connection];
-  const phase = isOver ? ENDS[end.reason] ?? end.reason : lost ?? (last ? `Training${teacher ? " the next model: its teacher is ready" : ""} …` : "Getting ready: the first step comes soon …");
+  const model = !run.teachers ? "" : ready < run.teachers ? ` teacher ${ready + 1} of ${run.teachers}` : " the model: its teachers are ready";
+  const phase = isOver ? ENDS[end.reason] ?? end.reason : lost ?? (last ? `Training${model} …` : "Getting ready: the first step comes soon …");
   if (status.textContent !== phase) status.textContent = phase;
-  const rows = last ? { step: withCommas(last.step) + (run.planned ? "" : ` of ${withCommas(run.steps ?? last.step)}`), time: formatSeconds(last.seconds),
+  const rows = last ? { step: withCommas(end?.step ?? last.step) + (run.planned ? "" : ` of ${withCommas(run.steps ?? last.step)}`), time: formatSeconds(last.seconds),
     ...(isOver || lost ? {} : { left: `about ${formatSeconds(secondsLeft(last))}` }), "held-out loss": best ? formatNumber(newest(evals).val_loss) + (newest(evals) === best ? " (best)" : "") : "–",
     "tokens per second": withCommas(last.tokens_per_second), "learning rate": formatNumber(last.lr), "gradient norm": last.grad_norm === null ? "–" : formatNumber(last.grad_norm) } : {};
   numbers.replaceChildren(...Object.entries(rows).map(([name, value]) => el("div", { class: "panel" }, el("span", { class: "soft" }, name), el("strong", {}, value))));

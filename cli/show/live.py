@@ -102,6 +102,7 @@ class PageServer(ThreadingTCPServer):
             "name": report.name,
             "texts": record.texts or [],
             "steps": resolved.get("steps"),
+            "teachers": report.settings["teachers"],
             "planned": budget.get("total") if isinstance(budget, dict) else None,
             "levels": levels,
             "earlier": self.earlier,

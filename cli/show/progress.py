@@ -207,10 +207,13 @@ class TrainDisplay:
                 self.held_out = outcome("held-out", event.val_loss, event) + (" (best)" if event.best else "")
                 self.held_out_losses.add(event.step, event.val_loss)
                 self.chart = self._draw_chart()
-            case events.SampleEvent() if self.step == event.step < self.plan.steps:  # The result has the last one.
+            # The result has the last sample. The steps of a timed run are an estimate, which it can exceed.
+            case events.SampleEvent() if self.step == event.step < (math.inf if self.plan.seconds else self.plan.steps):
                 facts = [f"step {event.step:,}", self.left, self.held_out, event.verdict]
                 self.console.print(Text("  ".join(filter(None, facts)), "cyan"))
                 self.console.print(sample_text(event.prompt, event.text, SAMPLE_LINES))
+            case events.TeacherEvent():  # What follows is about another model.
+                self.losses, self.held_out_losses, self.chart, self.held_out = Curve(), Curve(), [], ""
             case events.EndEvent() if self.chart and self.console.height >= MIN_END_ROWS:
                 self.__exit__()
                 self.console.print(Segments(self.chart))

@@ -73,10 +73,6 @@ class TrainConfig(TextConfig):
         level="basic",
     )  # fmt: skip
     seed: int = _run(1337, "Random seed; on a CPU, the same seed gives bit-identical weights", low=0)
-    teachers: int | None = _tune(
-        None, "First train N models in turn, each from the last, in half of the time, as teachers",
-        shown="set by the number of passes over the text", low=0, high=100,
-    )  # fmt: skip
     pairs: bool = _tune(False, 'TEXT has {"prompt", "completion"} records; train only on completions')
     chat: bool = _tune(False, 'TEXT has {"messages": […]} records; train only on assistant turns')
     preferences: bool = _tune(
@@ -115,6 +111,10 @@ class TrainConfig(TextConfig):
     minutes: float | None = _length(
         None, "Total running time in minutes, instead of --steps", level="basic", low=0, high=10**7
     )
+    teachers: int | None = _length(
+        None, "First train N models in turn, each from the last, in half of the time, as teachers",
+        shown="set by the number of passes over the text", low=0, high=100,
+    )  # fmt: skip
     batch_tokens: int | None = _length(
         None, "Tokens per step; a multiple of the context length", shown="from the preset", low=1
     )

@@ -73,8 +73,10 @@ def is_step_name(name: str) -> bool:
 
 def create_run(out: str) -> Path:
     """Creates a run folder at ``out``, or the first unused of ``out-2``, ``out-3`` …, without overwriting. Raises
-    `UserError` if that fails, or the name is not UTF-8, which safetensors requires."""
+    `UserError` if that fails, or the name is one on the Hub, or not UTF-8, which safetensors requires."""
     check_text(f"the name {out!r}", out, "choose another path with --out")
+    if hub.is_remote(out):
+        raise UserError(f"{out} names a model on the Hugging Face Hub, not a run folder", "choose another --out")
     first = Path(out)  # `Path` drops a trailing slash.
     for number in range(1, 10_000):
         path = first if number == 1 else first.with_name(f"{first.name}-{number}")
@@ -292,16 +294,17 @@ def check_run(path: Path) -> None:
         raise UserError(f"there is no run {path}", suggest_name(path, known_runs()))
 
 
-def newest_run(runs: Path = Path(RUNS)) -> Path:
-    """Returns the run that started last and has a checkpoint. Raises `UserError` if there is none."""
+def newest_run(runs: Path = Path(RUNS), file: str | None = None) -> Path:
+    """Returns the run that started last and has ``file``, or by default a checkpoint. Raises `UserError` if there is
+    none."""
     candidates: list[tuple[str, Path]] = []
     for path in runs_in(runs):
         with contextlib.suppress(UserError):
-            if checkpoints(path):
+            if (path / file).exists() if file else checkpoints(path):
                 candidates.append((RunRecord.read(path).started, path))
     if not candidates:
         raise UserError(
-            f"there is no run with a checkpoint in {runs}{os.sep}",
+            f"there is no run with {file or 'a checkpoint'} in {runs}{os.sep}",
             "train one: gpt train FILE; or choose one with --model",
         )
     return max(candidates)[1]

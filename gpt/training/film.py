@@ -46,13 +46,14 @@ class Film:
         ids = run.world.broadcast_object(lambda: self._choose_ids() if is_last or self._is_due(progress) else [])
         if not ids:
             return None
+        # All ranks take part in the sample, so it comes before what only rank 0 does, and may fail to do.
+        text = sample_lines(run, strategy, run.compute, self.recipe.seed, SAMPLE_TOKENS)
         frame: dict[str, Any] = {"pieces": [inspect.token_text(run.data.tokenizer, id) for id in ids]}
         try:
             if run.world.is_main:
                 frame |= self._inspect(strategy, ids)
         except NotANumber:  # The loop itself handles a model that diverges.
             return None
-        text = sample_lines(run, strategy, run.compute, self.recipe.seed, SAMPLE_TOKENS)
         if self.progress >= 0:  # The first frame takes longer, because it loads code.
             self.due_time = time.perf_counter() + (time.perf_counter() - start) / MAX_SHARE
         self.progress = progress
@@ -74,10 +75,13 @@ class Film:
         before an answer. Without held-out data, returns some of the training data."""
         if held_out:
             window = held_out[len(held_out) // 2]
-            ids, answer = window.x, int((window.y != IGNORED).argmax())
+            ids, targets = window.x, window.y
         else:
-            ids, answer = self.run.data.batches(self.recipe).global_batch(0)[0][0], 0
-        start = max(0, answer - CONTEXT_TOKENS)
+            batch = self.run.data.batches(self.recipe).global_batch(0)[:2]
+            ids, targets = (rows.reshape(-1, rows.shape[-1])[0] for rows in batch)
+        is_target = targets != IGNORED
+        ids = ids[: len(ids) - int(is_target[::-1].argmax())]  # Rows are padded after the last target.
+        start = max(0, int(is_target.argmax()) - CONTEXT_TOKENS)
         if not self.run.data.rows:
             tokens = [self.run.data.tokenizer.decode_bytes([id]) for id in ids[: len(ids) // 2].tolist()]
             start = next((at + 1 for at, token in enumerate(tokens) if token.endswith(b"\n")), 0)

@@ -44,7 +44,7 @@ class Journal:
         if step == 0:
             yardsticks = asdict(measured) if (measured := run.data.measure_yardsticks()) else None
             record = replace(record, compute=run.machine(), versions=versions(), yardsticks=yardsticks)
-        else:
+        if step or run.changes:
             record = replace(record, resumed=[*record.resumed, Resumed(now(), step, dict(run.changes))])
         self.record = replace(record, ended=None, result=None)
         self.write(resolved=resolved)

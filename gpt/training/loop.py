@@ -246,12 +246,13 @@ class Trainer:
         state, recipe = self.state, self.recipe
         self.checkpointer.writer.poll()
         self.poll()
-        if not self.signum and not any(map(self.is_due, INTERVALS)):
+        is_settled = state.settled_step == state.step  # These actions ran before the resume.
+        if not self.signum and not is_settled and not any(map(self.is_due, INTERVALS)):
             return False
         self.report_pending()
         if self.signum:
             raise Stopped
-        if state.settled_step == state.step:  # These actions ran before the resume.
+        if is_settled:
             return self.is_at_end or self.is_out_of_patience()
         if state.bad_steps and not self.is_at_end:
             return False

@@ -73,6 +73,7 @@ def resume(
     changes = changes or {}
     resuming.refuse_fixed_options(changes, texts)
     settings = from_dict(TrainConfig, changes, "resume")
+    changes = {name: getattr(settings, name) for name in changes}
     if not environment.is_distributed() and (result := read_started(resuming.find_run(run)).final_result(changes)):
         listen(events.Note(f"{result.run} is finished"))
         return result  # A finished run needs no other processes.

@@ -402,15 +402,33 @@ def test_chart_of_losses_is_shown_if_the_terminal_has_room(height: int, shown: t
     assert all(cell_len(line) <= 80 for text in texts for line in text.splitlines())
 
 
-def test_samples_while_training_tell_how_good_the_model_is() -> None:
+def test_line_and_chart_of_a_model_have_nothing_of_its_teachers() -> None:
+    with progress.TrainDisplay(quiet=False, console=terminal(140, 45)) as display:
+        for first, phase in ((1, "teacher 1 of 1"), (51, "pupil")):
+            display(events.Plan(100, 64, phase))
+            for step in range(first, first + 50):
+                display(events.StepEvent(step, 64 * step, 2.0, 4.5, 0.1, 1.0, tokens_per_second=320.0))
+                line = live_line(display)  # The chart is below it after an evaluation.
+            assert phase in line and "held-out" not in line
+            display(events.EvalEvent(first + 49, 64 * first, 2.0, val_loss=3.25, best=True))
+            assert display.chart and display.held_out
+            display(events.TeacherEvent(first + 49, 64 * first, 2.0, "teachers/1"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "left"), [(events.Plan(100, 64), "18 s"), (events.Plan(5, 64, "", 300_030.0), "83 h 20 min")]
+)
+def test_samples_while_training_tell_how_good_the_model_is(plan: events.Plan, left: str) -> None:
+    """A timed run can take more steps than was estimated."""
     verdict = "worse than xz by 17%"
     with progress.TrainDisplay(quiet=False, console=terminal(120)) as display:
-        display(events.Plan(100, 64))
+        display(plan)
         display(events.StepEvent(10, 640, 2.0, loss=4.5, lr=0.1, grad_norm=1.0, tokens_per_second=320.0))
         display(events.SampleEvent(10, 640, 2.0, text="first line\n\nsecond", prompt="first", verdict=verdict))
         display(events.SampleEvent(5, 320, 2.0, text="of the best checkpoint"))  # The result shows it.
     text = display.console.file.getvalue()  # type: ignore[attr-defined]
-    assert f"step 10  18 s left  {verdict}" in text and "first line" in text and "second" in text and "best" not in text
+    assert f"step 10  {left} left  {verdict}" in text
+    assert "first line" in text and "second" in text and "best" not in text
     spans = render.sample_text("first", "first line\n\nsecond", 4).spans
     assert [(span.start, span.end, span.style) for span in spans] == [(0, 9, "dim")]
 

@@ -148,6 +148,7 @@ def test_training_tells_a_browser_everything_and_waits_for_no_browser(
         readers.extend([stalled, reader])
 
     monkeypatch.setattr("gpt_cli.show.render.note", note)
+    monkeypatch.setattr(live, "CLOSE_SECONDS", 60.0)
     assert gpt("train", text, "--watch", "-o", "watched", *OPTIONS).code == 0
     assert gpt("train", text, "-o", "plain", *OPTIONS).code == 0
 
@@ -286,6 +287,23 @@ def test_page_of_a_killed_and_resumed_run(
     assert pages[0].get_attribute("#frame", "max") == "1"
     assert pages[0].inner_text("#status") == "Training …"
     assert pages[1].inner_text("#sentence") == "other"
+
+
+def test_page_names_the_model_and_the_last_step(
+    run: Path, serve: Callable[[Path], str], open_page: Callable[..., Any]
+) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record["resolved"]["own_teachers"] = {"count": 2}
+    (run / "run.json").write_text(json.dumps(record))
+    page = open_page(serve(run))
+    phases = ["Training teacher 1 of 2 …", "Training teacher 2 of 2 …", "Training the model: its teachers are ready …"]
+    for number, phase in enumerate(phases):
+        teacher = events.TeacherEvent(number, 64 * number, float(number), f"teachers/{number}")
+        add(run, *[teacher] * (number > 0), step(number + 1))
+        wait_for(page, "#status", phase)
+    add(run, events.EndEvent(30, 1920, 31.0, "steps", "step-000030", None, None))  # Of many steps, some are left out.
+    wait_for(page, "#status", "The training is over.")
+    assert "step\n30 of 30" in page.inner_text("#numbers")
 
 
 def test_page_reconnects_and_keeps_its_last_state(

@@ -332,6 +332,14 @@ def test_smoothing_is_a_moving_average() -> None:
     assert smooth_losses([1.7e308] * 40) == pytest.approx([1.7e308] * 40)
 
 
+def test_report_is_of_the_newest_run_even_without_a_checkpoint(gpt: Gpt, two_runs: list[Path]) -> None:
+    for run in two_runs:
+        shutil.copytree(run, Path("runs") / run)
+    for path in Path("runs/two").glob("step-*"):
+        shutil.rmtree(path)
+    assert json.loads(gpt("report", "--json").out)["name"] == "two"
+
+
 def test_runs_are_listed(gpt: Gpt, workdir: Path) -> None:
     for day, name in enumerate("abc", 1):
         run = Path("runs", name)

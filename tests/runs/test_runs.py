@@ -295,6 +295,7 @@ def test_checkpoints_are_found_by_name(workdir: Path) -> None:
     new = fake_run(Path("runs/new"), "2026-01-03", {5: None})
     fake_run(Path("runs/empty"), "2026-01-04", {})
     assert folder.find_checkpoint(None) == new / "step-000005"
+    assert folder.newest_run(file=folder.RECORD) == Path("runs/empty")
     assert folder.find_checkpoint("runs/old") == old / "step-000020"
     assert folder.find_checkpoint("runs/old:best") == old / "step-000020"
     assert folder.find_checkpoint("runs/old:latest") == old / "step-000030"
@@ -348,6 +349,8 @@ def test_existing_run_names_get_a_number(workdir: Path) -> None:
     assert str(folder.create_run("file")) == "file-2"
     with pytest.raises(UserError, match="cannot create the run folder"):
         folder.create_run("file/below")
+    with pytest.raises(UserError, match="hf:a/b names a model on the Hugging Face Hub"):
+        folder.create_run("hf:a/b")
 
 
 @needs_shared

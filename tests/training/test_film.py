@@ -3,19 +3,24 @@
 import math
 from base64 import b64decode
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import FAST, assert_same, curve
 from gpt_cli.show import json_inspect
+from models import tiny_model
 
 import gpt as library
 from gpt.config import events
 from gpt.insight import inspect
 from gpt.insight.report import read_history
+from gpt.system.errors import NotANumber
 from gpt.training import film
+from gpt.training.example_rows import ExampleRow, ExampleRows, RowBatches
 
 SENTENCE = "the cat sat on the mat while the cat sat on the mat, and the cat sat"
 
@@ -69,6 +74,25 @@ def test_frames_do_not_change_a_run_and_are_few(text: Path, monkeypatch: pytest.
     for name in ("all", "few"):
         assert_same(Path(name), Path("none"))
         assert curve(Path(name)) == curve(Path("none"))
+
+
+def test_ranks_sample_together_although_only_one_inspects(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise, the other ranks would wait for the sample of a rank that fails to inspect."""
+    sample = Mock(side_effect=film.sample_lines)
+    monkeypatch.setattr(film, "sample_lines", sample)
+    monkeypatch.setattr(film.inspect, "inspect_prompt", Mock(side_effect=NotANumber("logits")))
+    run = library.train(text, **{**FAST, "steps": 1}).run
+    assert not read_history(run).frames
+    assert sample.call_count == 2
+
+
+def test_passage_of_a_batch_has_no_padding() -> None:
+    """The chosen answer is shorter than the rejected one."""
+    rows = ExampleRows(ExampleRow(np.arange(3, n), np.arange(3, n) > 5, 0) for n in (9, 15))
+    rows.sides, rows.reference = 2, np.zeros((1, 2), np.float32)
+    data = SimpleNamespace(rows=1, batches=lambda recipe: RowBatches(rows, 1, 0))
+    recipe = SimpleNamespace(model=tiny_model().config)
+    assert film.Film(SimpleNamespace(data=data), recipe, []).passage == [3, 4, 5, 6, 7]
 
 
 def test_unreadable_sentences_are_ignored(text: Path) -> None:

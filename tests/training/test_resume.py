@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from conftest import TINY, Done, Gpt, assert_same, curve, more, one_line_of_what_and_what_next, send, slow
-from ranks import make_killed_after
+from ranks import make_killed_after, steady_clock
 from safetensors.torch import load_file, save_file
 
 import gpt as library
@@ -121,8 +122,10 @@ def test_resume_without_a_checkpoint_restarts_at_step_1(text: Path) -> None:
     shutil.copytree("whole", "parts")
     make_killed_after(Path("parts"), 0)
     record = json.loads(Path("parts/run.json").read_text())
-    library.resume("parts")
+    library.resume("parts", nproc=1)
     assert_same(Path("parts"), uninterrupted.run)
+    (resumed,) = json.loads(Path("parts/run.json").read_text())["resumed"]
+    assert (resumed["step"], resumed["given"]) == (0, {"nproc": 1})  # the default of the next resume
     # The run was killed during tokenization.
     for key in ("resolved", "tokens", "tokenizer", "sources", "compute", "versions"):
         del record[key]
@@ -217,7 +220,7 @@ def test_resume_with_another_micro_batch_is_equal_up_to_rounding(text: Path) -> 
     uninterrupted = library.train(text, out="whole", **settings)
     interrupt_at(4, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     run_events: list[Any] = []
-    result = library.resume("parts", run_events.append, micro_batch="2")
+    result = library.resume("parts", run_events.append, micro_batch=2)
     assert result.val_loss == pytest.approx(uninterrupted.val_loss, rel=1e-5)
     assert any("equal up to rounding" in e.text for e in run_events if isinstance(e, events.Note))
     assert json.loads(Path("parts/run.json").read_text())["resolved"]["micro_batch"] == 2
@@ -268,8 +271,18 @@ def test_changed_base_model_is_refused(run_folder: Path, text: Path) -> None:
         library.resume("x")
 
 
+def test_timed_run_that_patience_had_ended_takes_no_step_on_resume(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {**FAST, "steps": None, "minutes": 60.0, "teachers": 0, "lr": 0.0, "patience": 1}
+    with steady_clock(40):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr("gpt.training.loop.evaluate_best", Mock(side_effect=KeyboardInterrupt))
+            library.train(text, out="run", **settings)
+        last = folder.checkpoints(Path("run"))[-1].step
+        assert library.resume("run").steps == last < 40
+
+
 def test_resumed_timed_run_has_the_time_that_was_left(text: Path) -> None:
-    settings = {**FAST, "steps": None, "minutes": 1.0, "teachers": 0}
+    settings = {**FAST, "steps": None, "minutes": 60.0, "teachers": 0}
     run_events = interrupt_at(20, lambda listen: library.train(text, out="parts", listen=listen, **settings))
     plan = next(event for event in run_events if isinstance(event, events.Plan))
     state = json.loads(Path("parts/step-000020/training.json").read_text())["state"]
