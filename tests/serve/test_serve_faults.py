@@ -82,17 +82,13 @@ def test_disconnect_cancels_and_frees_the_slot(single_slot: Served, body: dict[s
     sock.sendall(request({**LONG_REQUEST, **body}))
     wait_until_running(single_slot)
     if body.get("stream"):
-<<<<<<< HEAD
         wait_for_bytes(sock, b"data: ")
-=======
-        assert b"data: " in sock.recv(2**16) + sock.recv(2**16)
->>>>>>> w-serve
     sock.close()
     assert single_slot.ask(prompt="the cat", max_tokens=2)["usage"]["completion_tokens"] <= 2
     single_slot.idle()
     wait_until(lambda: any(" status=499 " in line for line in single_slot.notes[-2:]))
     (line,) = [line for line in single_slot.notes[-2:] if " status=499 " in line]
-    assert int(line.partition(" completion_tokens=")[2].split()[0]) < 4000
+    assert int(line.partition(" completion_tokens=")[2].split()[0]) < LONG_REQUEST["max_tokens"]
     assert b"gpt_requests_cancelled_total" in single_slot.client.get("/metrics").content
 
 
@@ -929,11 +925,7 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
             signal.signal(each, signal.SIG_IGN)
 
     monkeypatch.setenv("GPT_SERVE_API_KEY", "sesame")
-<<<<<<< HEAD
     process = serve("--name", "book", "--grace", "5", preexec_fn=ignore)
-=======
-    process = serve("--name", "book", "--grace", "3", preexec_fn=ignore)
->>>>>>> w-serve
     assert process.line.startswith("serving book at http://127.0.0.1:")
     for each in ignored:
         process.process.send_signal(each)
@@ -944,11 +936,7 @@ def test_signal_starts_the_grace_period_unless_ignored_from_the_start(
     lines = process.stream()
     next(lines)
     process.process.send_signal(signum)
-<<<<<<< HEAD
     process.wait_for_line("1 request may run for 5 s more")
-=======
-    assert "1 request may run for 3 s more" in process.process.stderr.readline()
->>>>>>> w-serve
     with httpx.Client(base_url=process.client.base_url, headers=process.client.headers) as other:
         response = other.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == other.get("/health").status_code == 503
