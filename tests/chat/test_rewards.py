@@ -141,7 +141,6 @@ def test_rewards_are_raised_and_reported(gpt: Gpt, base: Path, options: list[str
     steps = [line for line in curve(Path("run")) if line["event"] == "step"]
     assert all(step["loss"] == pytest.approx(-step["reward"], abs=1e-6) for step in steps)
     assert all(0 < step["answer_tokens"] <= 5 for step in steps)
-    assert len(steps) == 12
     if options == ["--steps", "12"]:
         assert steps[-1]["reward"] > steps[0]["reward"]
     report = json.loads(gpt("report", "run", "--json").out)

