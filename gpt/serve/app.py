@@ -57,12 +57,10 @@ class Server:
         self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
-        workers = [service.worker for service in services]
+        engines = lambda: [engine for service in services if (engine := service.worker.engine) is not None]
         metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
-        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers if worker.engine))
-        metrics.cached.set_function(
-            lambda: sum(slot.length for worker in workers if worker.engine for slot in worker.engine.context.slots)
-        )
+        metrics.running.set_function(lambda: sum(engine.running for engine in engines()))
+        metrics.cached.set_function(lambda: sum(slot.length for engine in engines() for slot in engine.context.slots))
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -216,7 +214,7 @@ class Server:
 
     async def _inspect(self, request: Request) -> Response:
         values, service = await self._read(request)
-        ids = _read_ids(service, values, "ids")
+        ids = await self._in_thread(request, lambda: _read_ids(service, values, "ids"))
         if not ids:
             raise ApiError(400, "ids must not be empty", "ids")
         async with self._inspecting:  # Between two inspections, the worker computes a step of all requests.
@@ -228,7 +226,8 @@ class Server:
         training = service.training
         if training is None:
             raise ApiError(403, "this server does not show passages of its training text")
-        ids, indexes = _read_ids(service, values, "ids"), [values.get("at"), values.get("first", 0)]
+        ids = await self._in_thread(request, lambda: _read_ids(service, values, "ids"))
+        indexes = [values.get("at"), values.get("first", 0)]
         for name, index, end in zip(("at", "first"), indexes, (len(ids), len(ids) + 1), strict=True):
             if type(index) is not int or not 0 <= index < end:
                 raise ApiError(400, f"{name} must be an index of ids", name)
