@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from gpt.chat import tool_calls
 from gpt.chat.tool_calls import Rendered
+from gpt.decoding.engine import Engine
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, InfillForm, Service, Stream
@@ -57,10 +58,11 @@ class Server:
         self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
-        engines = lambda: [engine for service in services if (engine := service.worker.engine) is not None]
         metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
-        metrics.running.set_function(lambda: sum(engine.running for engine in engines()))
-        metrics.cached.set_function(lambda: sum(slot.length for engine in engines() for slot in engine.context.slots))
+        metrics.running.set_function(lambda: sum(engine.running for engine in self._engines))
+        metrics.cached.set_function(
+            lambda: sum(slot.length for engine in self._engines for slot in engine.context.slots)
+        )
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
             for method, path, handler in (
@@ -85,6 +87,11 @@ class Server:
         self.in_flight = InFlight(routing, metrics)
         guard, log = Guard(self.in_flight, self.config), note if self.config.access_log else None
         self.app: ASGIApp = Access(guard, metrics, log)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """The engines of the models that are loaded."""
+        return [engine for service in self.services.values() if (engine := service.worker.engine) is not None]
 
     @property
     def pending(self) -> list[Answer]:
