@@ -31,21 +31,24 @@ MIN_SLOTS = 4  # Slots that keep earlier sequences even if only one is generated
 class Engine:
     """Generates tokens for many requests together. Callers add and cancel requests between steps.
 
-    Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). A request's tokens
-    don't depend on other requests, except for rounding (docs/generate.md). An error in one request, like NaN logits,
-    ends only that request. If `step` raises an error, all requests end with it.
+    Any id in ``ends`` ends a sequence. A step prefills at most ``chunk`` prompt ids (`Scheduler`). Requests get
+    ``numbers``, by default 0, 1, 2 … A request's tokens don't depend on other requests, except for rounding
+    (docs/generate.md). An error in one request, like NaN logits, ends only that request. If
+    `step` raises an error, all requests end with it.
 
     Several threads can add requests and call `step`, which delivers the updates of all requests. To add requests right
     after `reserve`, hold the ``lock``.
     """
 
-    def __init__(self, context: Context, ends: Collection[int], chunk: int = CHUNK) -> None:
+    def __init__(
+        self, context: Context, ends: Collection[int], chunk: int = CHUNK, numbers: Iterator[int] | None = None
+    ) -> None:
         self.context, self.ends = context, ends
         self.lock = threading.RLock()
         self.failure: UserError | None = None  # A permanent failure, like a lost GPU.
         self.scheduler = Scheduler(context, chunk)
         self.runs_ahead = context.compute.device.type == "cuda"  # Whether to launch steps before reading tokens.
-        self._numbers = itertools.count()
+        self._numbers = numbers or itertools.count()
         self._cancelled: deque[int] = deque()
         self._filters: WeakValueDictionary[Any, Filters] = WeakValueDictionary()  # Filters by key, shared by requests.
         self._draws: list[Draw] = []  # Unread draws of the last step.

@@ -208,7 +208,7 @@ def gumbel(keys: Tensor, V: int) -> Tensor:
     """Returns Gumbel noise (N, V) that depends only on each row's key (N, 1) and the id.
 
     The argmax of logits plus Gumbel noise is a sample from their softmax (Gumbel 1954). Sequences therefore don't
-    depend on the batch, the device, or how many tokens are verified together.
+    depend on the batch or the device.
     """
     # Scaling after conversion to float keeps small numbers precise. A result of 1 would give infinite noise.
     uniform = _shift_right(bits(keys, V), 1).float() * ((1 - 2.0**-24) * 2.0**-63)

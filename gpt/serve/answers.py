@@ -269,7 +269,7 @@ class InfillForm(Form):
             "index": 0, "content": text, "stop": True, "model": answer.service.name, "truncated": False,
             "stop_type": "limit" if builder.reason == "length" else stop_type,
             "tokens_predicted": usage["completion_tokens"], "tokens_evaluated": usage["prompt_tokens"],
-            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"],
+            "tokens_cached": usage["prompt_tokens_details"]["cached_tokens"], **answer.timings(),
         }  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp
 
 from gpt.chat import tool_calls
 from gpt.chat.tool_calls import Rendered
+from gpt.decoding.engine import Engine
 from gpt.playground.page import assemble
 from gpt.serve.access import Access
 from gpt.serve.answers import Answer, ChatForm, CompletionForm, Form, InfillForm, Service, Stream
@@ -57,11 +58,10 @@ class Server:
         self.stopping = False  # Whether to reject new requests.
         self.aborted = False
         self._inspecting = asyncio.Lock()
-        workers = [service.worker for service in services]
         metrics.waiting.set_function(lambda: sum(not answer.first_time for answer in self.pending))
-        metrics.running.set_function(lambda: sum(worker.engine.running for worker in workers if worker.engine))
+        metrics.running.set_function(lambda: sum(engine.running for engine in self._engines))
         metrics.cached.set_function(
-            lambda: sum(slot.length for worker in workers if worker.engine for slot in worker.engine.context.slots)
+            lambda: sum(slot.length for engine in self._engines for slot in engine.context.slots)
         )
         routes = [
             Route(f"{prefix}{path}", partial(self._answer, path, handler), methods=[method])
@@ -87,6 +87,11 @@ class Server:
         self.in_flight = InFlight(routing, metrics)
         guard, log = Guard(self.in_flight, self.config), note if self.config.access_log else None
         self.app: ASGIApp = Access(guard, metrics, log)
+
+    @property
+    def _engines(self) -> list[Engine]:
+        """The engines of the models that are loaded."""
+        return [engine for service in self.services.values() if (engine := service.worker.engine) is not None]
 
     @property
     def pending(self) -> list[Answer]:
@@ -216,7 +221,7 @@ class Server:
 
     async def _inspect(self, request: Request) -> Response:
         values, service = await self._read(request)
-        ids = _read_ids(service, values, "ids")
+        ids = await self._in_thread(request, lambda: _read_ids(service, values, "ids"))
         if not ids:
             raise ApiError(400, "ids must not be empty", "ids")
         async with self._inspecting:  # Between two inspections, the worker computes a step of all requests.
@@ -228,7 +233,8 @@ class Server:
         training = service.training
         if training is None:
             raise ApiError(403, "this server does not show passages of its training text")
-        ids, indexes = _read_ids(service, values, "ids"), [values.get("at"), values.get("first", 0)]
+        ids = await self._in_thread(request, lambda: _read_ids(service, values, "ids"))
+        indexes = [values.get("at"), values.get("first", 0)]
         for name, index, end in zip(("at", "first"), indexes, (len(ids), len(ids) + 1), strict=True):
             if type(index) is not int or not 0 <= index < end:
                 raise ApiError(400, f"{name} must be an index of ids", name)

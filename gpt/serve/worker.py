@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import gc
+import itertools
 import queue
 import threading
 import time
@@ -38,7 +39,8 @@ class Worker:
         self.ends, self.metrics, self.model_config = ends, metrics, context.model.config
         self.idle_seconds: float | None = None  # An engine that is idle for so long is deleted, to free its memory.
         self.load: Callable[[], Context]  # Loads the model for the next request.
-        self.engine: Engine | None = Engine(context, ends, CHUNKS[context.compute.device.type])
+        self._numbers = itertools.count()  # Shared by all engines: a request can be cancelled after its engine is gone.
+        self.engine: Engine | None = self._make_engine(context)
         self.rows = len(context.slots)  # Maximum number of texts generated at the same time.
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._outbox: list[tuple[Ticket, Update]] = []
@@ -91,9 +93,11 @@ class Worker:
     def _load(self) -> Engine:
         """Returns the engine. Loads the model again if the engine was deleted."""
         if self.engine is None:
-            context = self.load()
-            self.engine = Engine(context, self.ends, CHUNKS[context.compute.device.type])
+            self.engine = self._make_engine(self.load())
         return self.engine
+
+    def _make_engine(self, context: Context) -> Engine:
+        return Engine(context, self.ends, CHUNKS[context.compute.device.type], self._numbers)
 
     def _unload(self) -> None:
         self.engine = None
@@ -148,7 +152,7 @@ class Worker:
         end = time.monotonic() + INBOX_SECONDS
         while not self.busy or time.monotonic() < end:
             try:
-                action = self._inbox.get(block=not self.busy, timeout=self.idle_seconds)
+                action = self._inbox.get(block=not self.busy, timeout=self.idle_seconds if self.engine else None)
             except queue.Empty:
                 if self.busy:
                     return True

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import queue
 import random
 import shutil
 import signal
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -31,11 +33,12 @@ from gpt.config.serve import ServeConfig
 from gpt.decoding import constraint
 from gpt.decoding.constraint import ConstraintCache
 from gpt.decoding.context import Context
-from gpt.decoding.engine import Engine
+from gpt.decoding.engine import Engine, Request
 from gpt.runs import folder
 from gpt.serve import answers, app, choices, in_flight, protocol, server
 from gpt.serve.choices import Prompt
 from gpt.serve.metrics import ServerMetrics
+from gpt.serve.worker import Ticket, Worker
 from gpt.system.errors import UserError
 from gpt.system.files import Stamps
 from gpt.tokenizers.tokenizer import bytes_tokenizer
@@ -155,6 +158,30 @@ def test_idle_model_frees_its_memory_until_the_next_request(model: LanguageModel
         with ThreadPoolExecutor(4) as pool:  # Some of them come while it is loaded, some while it is not.
             answers = [*pool.map(lambda at: time.sleep(at % 4 / 10) or api.ask(**body), range(24))]
         assert all(answer["choices"] == first for answer in answers)
+
+
+def test_idle_model_is_unloaded_once(model: LanguageModel) -> None:
+    context = Context(model.model, model.compute, 1, vocab_size=model.tokenizer.vocab_size)
+    worker, waits = Worker(context, model.tokenizer.ends, ServerMetrics()), list[float | None]()
+
+    def get(block: bool, timeout: float | None) -> None:
+        waits.append(timeout)
+        if timeout is not None and len(waits) < 3:
+            raise queue.Empty
+
+    worker.idle_seconds, worker._inbox = 60, SimpleNamespace(get=get)
+    assert not worker._process_inbox()
+    assert (worker.engine, waits) == (None, [60, None])
+
+
+def test_late_cancellation_reaches_no_request_of_the_model_loaded_since(model: LanguageModel) -> None:
+    make_context = lambda: Context(model.model, model.compute, 1, vocab_size=model.tokenizer.vocab_size)
+    worker, tickets = Worker(make_context(), (), ServerMetrics()), [Ticket(Request([1]), print) for _ in range(2)]
+    worker.load = make_context
+    for ticket in tickets:
+        worker._add([ticket])
+        worker._unload()
+    assert [ticket.number for ticket in tickets] == [0, 1]
 
 
 def test_no_other_model_is_loaded_in_the_place_of_an_idle_one(
@@ -653,10 +680,14 @@ def test_deep_schema_is_an_error_of_the_client(single_slot: Served, depth: int) 
     assert answer.status_code == (200 if depth == 100 else 400), answer.text
 
 
-def test_large_answers_are_encoded_outside_of_the_event_loop(
+def test_large_bodies_and_answers_are_handled_outside_of_the_event_loop(
     model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dumps, threads = json.dumps, list[str]()
+    dumps, read_ids, threads = json.dumps, app._read_ids, list[str]()
+
+    def record_ids(*args: Any) -> list[int]:
+        threads.append(threading.current_thread().name)
+        return read_ids(*args)
 
     def record(values: Any, **options: Any) -> str:
         text = dumps(values, **options)
@@ -666,13 +697,14 @@ def test_large_answers_are_encoded_outside_of_the_event_loop(
 
     with served(model) as api:
         monkeypatch.setattr(json, "dumps", record)
+        monkeypatch.setattr(app, "_read_ids", record_ids)
         monkeypatch.setattr(answers, "MAX_TOKENS_IN_LOOP", 20)
         text = "the cat " * 20_000
         ids = api.client.post("/tokenize", json={"prompt": text}).json()["tokens"]
         assert api.client.post("/detokenize", json={"tokens": ids}).json()["prompt"].endswith(text)
         assert api.client.post("/inspect", json={"ids": ids[:200]}).status_code == 200
         api.stream(prompt=ids[:30], echo=True, logprobs=20, max_tokens=1)
-    assert len(threads) >= 4
+    assert len(threads) >= 6
     assert all(name.startswith(("gpt-", "asyncio_")) for name in threads)
 
 

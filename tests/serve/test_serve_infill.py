@@ -74,7 +74,8 @@ def test_infill_is_a_completion_of_its_prompt(server: Served, model: LanguageMod
     response = server.post("/infill", **BODY, stream=True)
     *chunks, last = [json.loads(line.removeprefix("data: ")) for line in response.text.strip().split("\n\n")]
     assert "".join(chunk["content"] for chunk in chunks) == text
-    assert last == {**answer, "content": "", "tokens_cached": last["tokens_cached"]}
+    assert (answer["timings"]["cache_n"], answer["timings"]["predicted_n"]) == (answer["tokens_cached"], 12)
+    assert last == {**answer, "content": "", **{key: last[key] for key in ("tokens_cached", "timings")}}
     editor = {"samplers": ["top_k", "infill"], "n_indent": 4, "t_max_predict_ms": 500, "response_fields": ["content"]}
     assert server.ask("/infill", **BODY, **editor)["content"] == text
     assert server.ask("/infill", **BODY, stop=text[3])["stop_type"] == "word"
