@@ -25,11 +25,16 @@ _WIDE_BOMS = {  # UTF-32 must be first, because its little-endian mark starts wi
 }  # fmt: skip
 
 
+_NO_TEXT = ("raw-unicode-escape", "unicode-escape", "utf-7")  # They can decode to unpaired surrogates.
+
+
 class TextEncoding:
     """A text encoding with its error handling. ``replaced`` counts replacements of invalid bytes."""
 
     def __init__(self, encoding: str, errors: str) -> None:
         try:
+            if codecs.lookup(encoding).name in _NO_TEXT:
+                raise LookupError
             b"a".decode(encoding)
         except LookupError:
             raise UserError(f'"{encoding}" is not a text encoding', "utf-8, latin-1, cp1252, utf-16 …") from None

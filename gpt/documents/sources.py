@@ -174,7 +174,8 @@ class _Finder:
             raise UserError(f"{folder} is already tokenized", f"use it as it is: gpt train {shlex.quote(folder)}")
         files = self._file_sources(self._walk(folder))
         if not files:
-            raise UserError(f"the folder {folder} has no text files in it (hidden ones are skipped)")
+            hint = "runs and models are skipped, too; a run's tokens are in RUN/tokens"
+            raise UserError(f"the folder {folder} has no text files in it (hidden ones are skipped)", hint)
         return files
 
     def _pattern_sources(self, pattern: str) -> list[Source]:

@@ -466,7 +466,7 @@ def test_compression_bombs_of_zeros_or_one_line_are_errors(monkeypatch: pytest.M
 
 
 def test_invalid_settings_are_errors() -> None:
-    for config in ({"split_on": "a\nb"}, {"encoding": "hex"}):
+    for config in ({"split_on": "a\nb"}, {"encoding": "hex"}, {"encoding": "utf-7"}):
         with pytest.raises(UserError):
             Reader(ReadConfig(**config))
     for data, message in {
