@@ -41,8 +41,8 @@ CPU_FLOPS_PER_WIDTH = {"bfloat16": 1e9, "float32": 4.5e8}  # FLOP/s on two cores
 MAX_COMPILED_LAYERS = 6  # On a CPU, ``auto`` does not compile deeper models, which were not measured.
 # A run trains teachers if it makes at least this many passes over its text, and this many times the training tokens per
 # parameter. It trains one teacher per `TEACHER_PASSES` passes (benchmarks/defaults.md).
-MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 24.0, 150.0
-TEACHER_PASSES, MIN_TEACHERS, MAX_TEACHERS = 9.0, 4, 8
+MIN_TAUGHT_PASSES, MIN_TAUGHT_RATIO = 19.0, 110.0
+TEACHER_PASSES, MAX_TEACHERS = 9.0, 8
 MIN_TEACHER_STEPS = 100
 TEACHER_EVALUATIONS = 5  # of each
 MAX_STEPS = 2**53
@@ -282,7 +282,7 @@ def count_teachers(config: TrainConfig, facts: Facts) -> int:
     steps, passes = round(tokens / recipe.batch_tokens), tokens / facts.tokens
     if passes < MIN_TAUGHT_PASSES or passes < MIN_TAUGHT_RATIO * facts.tokens / breakdown(recipe.model).trainable:
         return 0
-    count = min(MAX_TEACHERS, max(MIN_TEACHERS, int(passes / TEACHER_PASSES)))
+    count = min(MAX_TEACHERS, int(passes / TEACHER_PASSES))
     return count if steps >= 2 * count * MIN_TEACHER_STEPS else 0
 
 

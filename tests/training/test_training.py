@@ -267,7 +267,7 @@ def test_evaluations_of_a_timed_run_follow_the_clock(
     text: Path, shares: list[float], intervals: dict[str, int | None], evaluated: list[int]
 ) -> None:
     shares += [step / 100 for step in range(1, 51)] + [(50 + 4 * step) / 100 for step in range(1, 12)] + [1.0]
-    _, run_events = train(text, minutes=1.0, **intervals, teachers=0)
+    _, run_events = train(text, minutes=600.0, **intervals, teachers=0)
     steps = [event.step for event in run_events if isinstance(event, events.EvalEvent)]
     assert steps == evaluated
 
@@ -384,7 +384,7 @@ def test_short_examples_are_all_evaluated(workdir: Path, gpt: Gpt, shares: list[
     words = ["--pairs", "--block-size", "512", "--vocab-size", "270", "--batch-tokens", "512", "--json"]
     words += ["--n-layer", "1", "--n-head", "1", "--n-embd", "16"]
     val_tokens = []
-    for length in (["--steps", "2"], ["--minutes", "5"]):
+    for length in (["--steps", "2"], ["--minutes", "600"]):
         done = gpt("train", "pairs.jsonl", *length, *words, "-o", length[1])
         assert ": 362 pairs to train on, 38 held out" in done.err
         states = [json.loads(path.read_text())["state"] for path in Path(length[1]).glob("step-*/training.json")]
