@@ -123,7 +123,7 @@ _is_lock_file = re.compile(
     r"|npm-shrinkwrap\.json|package-lock\.json|packages\.lock\.json|pnpm-lock\.yaml"
 ).fullmatch
 _GENERATED_FOLDERS = {"node_modules", "__pycache__"}
-_OWN_FILES = {"run.json", "gpt.json"}  # A folder with one of them is a run, a model or a tokenizer of gpt's.
+_OWN_FILES = [{"run.json", "metrics.jsonl"}, {"gpt.json"}]  # of a run; of a model or a tokenizer
 
 
 def _is_text(path: str) -> bool:
@@ -209,7 +209,7 @@ class _Finder:
             if _has_tokens(parent):
                 folders.clear()
                 continue
-            if _OWN_FILES.intersection(names):
+            if any(own.issubset(names) for own in _OWN_FILES):
                 self._record_skipped("folders of runs and models", parent)
                 folders.clear()
                 continue

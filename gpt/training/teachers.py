@@ -58,10 +58,11 @@ def read_text(
             return None
         session.listen(events.Progress("read by the teachers", int(windows[0]), n, "tokens"))
         x = torch.from_numpy(batches.windows_at(windows)[0].copy()).to(compute.device)
-        with compute.autocast():
-            streams = [model.trunk(x, separator=separator)[:, T - stride :].flatten(0, 1) for model in models]
-            logits = [model.unembed(stream) for model, stream in zip(models, streams, strict=True)]
-        q = torch.stack([each.float().softmax(-1) for each in logits]).mean(0)
+        q = torch.zeros((), device=compute.device)
+        for model in models:  # One at a time, because probabilities are wide.
+            with compute.autocast():
+                logits = model.unembed(model.trunk(x, separator=separator)[:, T - stride :].flatten(0, 1))
+            q = q + logits.float().softmax(-1) / len(models)
         codes[(windows[:, None] + np.arange(T - stride, T)).ravel() % n] = encode_probabilities(q).cpu().numpy()
     session.listen(events.Progress("read by the teachers", n, n, "tokens"))
     return TaughtBatches(batches, codes)

@@ -45,9 +45,9 @@ def count_teachers(tokens: int, passes: float, preset: str = "tiny", rows: int =
 def test_teachers_are_chosen_for_texts_that_a_run_reads_too_often() -> None:
     """The cases of benchmarks/defaults.md, in tokens and passes."""
     assert count_teachers(411_270, 38.6) == 4  # tinyshakespeare, ten minutes
-    assert count_teachers(542_461, 29.2) == 0  # Python code
+    assert count_teachers(151_181, 20, "nano") == 2  # English FAQ, 480 kB
     assert count_teachers(143_668, 180, "nano") == 8  # pydocs
-    assert count_teachers(411_270, 10) == count_teachers(411_270, 20) == 0
+    assert count_teachers(411_270, 10) == count_teachers(411_270, 20) == count_teachers(542_461, 27) == 0
     assert count_teachers(20_000, 40) == 0  # The teachers would have fewer than 100 steps.
     counts = [count_teachers(411_270, passes) for passes in range(5, 200, 5)]
     assert counts == sorted(counts)
