@@ -97,7 +97,7 @@ def test_folders_that_gpt_wrote_are_skipped(workdir: Path) -> None:
         workdir, "a.txt", "whole/manifest.json", "whole/tokenizer.tiktoken", "whole/x.ids", "site/manifest.json"
     )
     create_files(workdir, "runs/a/tokens/progress.jsonl", "runs/a/tokens/tokenizer.tiktoken", "runs/a/run.json")
-    create_files(workdir, "runs/a/metrics.jsonl", "mine/run.json", "runs/a/step-000001/config.json", "vocab/gpt.json", "vocab/tokenizer.json")
+    create_files(workdir, "runs/a/metrics.jsonl", "runs/a/step-000001/config.json", "vocab/gpt.json", "mine/run.json")
     note = "skipped folders of runs and models: 2: ./runs/a, ./vocab"
     assert find_with_notes(".") == (["a.txt", "mine/run.json", "site/manifest.json"], [note])
     assert [*map(sources.is_token_folder, ("whole", "runs/a/tokens", "site"))] == [True, True, False]
