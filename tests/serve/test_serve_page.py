@@ -869,7 +869,7 @@ def test_stop_keeps_partial_answers_and_restores_unanswered_questions(
     monkeypatch.setattr(Engine, "step", lambda engine: time.sleep(0.05) or step(engine))  # 900 tokens take 45 seconds.
     page = open_chat()
     send_message(page, "the cat", wait=False, max_tokens=900, temperature=0)
-    wait_until(page, "marks.length > 8")
+    wait_until(page, "marks.length > 20")
     assert page.inner_text("#go") == "Stop"
     page.keyboard.type("a draft")
     page.keyboard.press("Enter")  # Enter has no effect during an answer.

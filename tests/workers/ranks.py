@@ -250,7 +250,7 @@ def stop_rank_1() -> None:
         return original(*args)
 
     with mock.patch.object(stepping.Stepper, "step", step):
-        run_command("--quiet", "-o", "runs/x", "--dropout", "0.1", "--shard", "full")
+        run_command("--quiet", "-o", "runs/x", "--nproc", "2", "--dropout", "0.1", "--shard", "full")
 
 
 def disagree_on_seed() -> None:
