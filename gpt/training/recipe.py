@@ -356,8 +356,7 @@ def _plan_steps(config: TrainConfig, facts: Facts, max_tokens: float = math.inf)
 
 
 def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "_Batch", steps: int) -> OwnTeachers:
-    """Plans a run's own teachers, which share half of its ``steps``. Raises `UserError` if that is too little, or if
-    they can't read the text."""
+    """Plans a run's own teachers, which share half of its ``steps``. Raises `UserError` if they can't read the text."""
     if not can_read(facts.tokens, batch.tokens, model):
         V = model.vocab_size
         raise UserError(
@@ -367,12 +366,7 @@ def _plan_teachers(config: TrainConfig, facts: Facts, model: GPTConfig, batch: "
             "leave out --teachers, or use less text or a smaller --vocab-size or --batch-tokens",
         )
     count = config.teachers or 1
-    if steps < 2 * count:
-        raise UserError(
-            f"--teachers {count} needs at least {2 * count:,} steps, and the run has {steps:,}",
-            "use fewer --teachers, or train for longer",
-        )
-    steps //= 2 * count
+    steps = max(1, steps // 2 // count)
     passes = steps * batch.tokens / facts.tokens
     dropout, weight_decay = auto_regularization(passes, facts.tokens / breakdown(model).trainable)
     weight_decay = weight_decay if config.weight_decay is None else config.weight_decay
