@@ -163,7 +163,7 @@ def make_service(
         note(f"{name} was unloaded after {config.idle_unload:g} idle minutes: loading it again")
         served = load()
         if (served.tokenizer.fingerprint, served.model.config) != (tokenizer.fingerprint, worker.model_config):
-            raise UserError("its files are those of another model now")
+            raise UserError("its files now hold another model")
         return make_context(served.model, served.compute, same_rows, tokenizer.vocab_size, note)
 
     worker = Worker(context, tokenizer.ends, metrics)

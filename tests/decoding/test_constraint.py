@@ -255,7 +255,7 @@ def test_nested_references_are_checked_and_accepted() -> None:
 
 @pytest.mark.parametrize("settings", HOSTILE, ids=lambda value: str(value)[:60])
 def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> None:
-    """Compiling a constraint and generating 100 bytes with it takes less than 20 s of CPU time."""
+    """Compiling a constraint and generating 100 bytes with it takes less than 5 s of CPU time."""
     start, rng = time.thread_time(), random.Random(0)
     with contextlib.suppress(UserError):
         constraint = ConstraintCache(bytes_tokenizer()).find(SampleConfig(**settings))
@@ -263,7 +263,7 @@ def test_hostile_constraints_are_cheap_or_refused(settings: dict[str, Any]) -> N
         for _ in range(100):
             if not constraint.ended:
                 constraint.take(int(rng.choice(constraint.compute_mask(257).nonzero()[0])))
-    assert time.thread_time() - start < 20
+    assert time.thread_time() - start < 5
 
 
 @pytest.mark.more
